@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use dmalane::DeviceSpec;
 use dmalane::addr::{Access, CardAddr, DeviceVa, SgIndex, Span};
-use dmalane::cuda::{Binds, CudaDevice, GpuName};
+use dmalane::cuda::{Binds, CudaDevice};
 use dmalane::device::{Bounce, Device, DriverCopy, Placement};
 use dmalane::devices::cuda::CudaSpec;
 use dmalane::dma::{BufferSlice, Heap};
@@ -43,9 +43,9 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
     let mut report = Report::new("cuda");
     let spec: DeviceSpec = format!("cuda:{}", options.gpu).parse()?;
-    let gpu = &spec.get::<CudaSpec>().ok_or("no GPU")?.gpu;
-    let named = |binds| GpuName { binds, ..gpu.clone() };
-    let mut device = match CudaDevice::open(&named(Binds::Flat)) {
+    let spec = spec.get::<CudaSpec>().ok_or("no GPU")?;
+    let open = |binds| CudaDevice::open(&spec.gpu, spec.library.as_deref(), binds);
+    let mut device = match open(Binds::Flat) {
         Ok(device) => device,
         Err(e) => {
             report.say(format!("SKIPPED: {e}"));
@@ -53,13 +53,9 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
         }
     };
     report.say(format!("{}: {}", device.info().name, device.info().notes.join("; ")));
-    let virtual_memory = device.gpu().virtual_memory;
     copies(&mut device, options, &mut report)?;
     drop(device);
-    match virtual_memory {
-        true => binds(&mut CudaDevice::open(&named(Binds::CuMemMap))?, options, &mut report)?,
-        false => report.say("SKIPPED: no binds: the GPU has no virtual memory".to_owned()),
-    }
+    binds(&mut open(Binds::CuMemMap)?, options, &mut report)?;
     Ok(report)
 }
 

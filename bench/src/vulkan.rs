@@ -60,7 +60,7 @@ const PAGES: u64 = 4096;
 pub fn run(options: &Options) -> Result<Report, Box<dyn Error>> {
     let mut report = Report::new("vulkan");
     for sparse in [false, true] {
-        let how = VulkanOptions { sparse, validation: None, ..VulkanOptions::default() };
+        let how = VulkanOptions { sparse, ..VulkanOptions::default() };
         let mut device = match VulkanDevice::open(&options.gpu, &how) {
             Ok(device) => device,
             Err(e) => {

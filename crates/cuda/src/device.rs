@@ -6,41 +6,18 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{
-    AddressSpace, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu, Region,
+    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu,
+    Region,
 };
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
+use crate::error::Error;
+use crate::gpu::Gpu;
 use crate::queue::CudaQueue;
-use crate::space::MapSpace;
-use crate::sys::{Attribute, BackToBack, Context, Driver, PinnedMemory, Registered, Window};
+use crate::space::{Binds, MapSpace};
+use crate::sys::{BackToBack, Context, Driver, PinnedMemory, Registered, Window};
 use crate::vram::Vram;
-use crate::{Binds, Error, GpuName, Which};
-
-/// A GPU, as far as the driver describes it without using it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Gpu {
-    /// Its number, in the driver's order.
-    pub number: u32,
-    /// Its name ("NVIDIA H100 80GB HBM3").
-    pub name: String,
-    /// Its UUID ("GPU-2918fc3f-...").
-    pub uuid: String,
-    /// Its PCI address ("0000:00:06.0").
-    pub pci: String,
-    /// Its memory, in bytes.
-    pub memory: u64,
-    /// The newest CUDA that the driver knows, major and minor.
-    pub driver: (u32, u32),
-    /// Memory can be mapped anywhere (`cuMemMap`).
-    pub virtual_memory: bool,
-    /// Its memory can be given to other devices as a dma-buf.
-    pub dma_buf: bool,
-    /// Host memory can be pinned for it (`cuMemHostRegister`).
-    pub host_register: bool,
-    /// Copies that run at the same time.
-    pub copy_engines: u32,
-}
 
 /// The GPUs of this machine, by the driver's library as [`CudaDevice::open`] finds it. No context is created.
 ///
@@ -48,28 +25,7 @@ pub struct Gpu {
 /// [`Error::Library`] where there is no driver, [`Error::Call`] where it does not work.
 pub fn gpus(library: Option<&str>) -> Result<Vec<Gpu>, Error> {
     let driver = Driver::open(library)?;
-    (0..driver.count()?).map(|number| gpu(driver, number).map(|(gpu, _)| gpu)).collect()
-}
-
-fn gpu(driver: &Driver, number: u32) -> Result<(Gpu, i32), Error> {
-    let p = driver.properties(number)?;
-    let has = |attribute| driver.attribute(p.device, attribute) > 0;
-    let version = u32::try_from(p.driver_version).unwrap_or(0);
-    let hex: String = p.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let uuid = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-");
-    let gpu = Gpu {
-        number,
-        uuid: format!("GPU-{uuid}"),
-        pci: p.pci,
-        memory: p.memory,
-        driver: (version / 1000, version % 1000 / 10),
-        virtual_memory: driver.has_virtual_memory() && has(Attribute::VirtualMemory),
-        dma_buf: driver.has_dma_buf() && has(Attribute::DmaBuf),
-        host_register: has(Attribute::HostRegister),
-        copy_engines: u32::try_from(driver.attribute(p.device, Attribute::CopyEngines)).unwrap_or(0),
-        name: p.name,
-    };
-    Ok((gpu, p.device))
+    (0..driver.count()?).map(|number| driver.gpu(number).map(|(gpu, _)| gpu)).collect()
 }
 
 /// A GPU as a device.
@@ -82,52 +38,43 @@ pub struct CudaDevice {
     context: Arc<Context>,
     gpu: Gpu,
     region: [Region; 1],
-    /// See [`Vram`]; `None` without virtual memory.
-    chunks: Option<Option<u64>>,
     notes: Vec<String>,
 }
 
-/// Pages of the host.
-const PAGE: u64 = 4096;
-
 impl CudaDevice {
-    /// Opens a GPU.
+    /// Opens a GPU by its number in the driver's order or its UUID, as `nvidia-smi -L` prints it, or the first digits
+    /// of that. The driver is `library`; `None` for that of [`LIBRARY_VARIABLE`](crate::LIBRARY_VARIABLE), else
+    /// [`LIBRARY`](crate::LIBRARY).
     ///
     /// # Errors
-    /// [`Error`]: no driver, no such GPU, [`Binds::CuMemMap`] on one without virtual memory, a call that failed.
-    pub fn open(name: &GpuName) -> Result<Self, Error> {
-        let driver = Driver::open(name.library.as_deref())?;
-        let (gpu, device) = find(driver, &name.which)?;
+    /// [`Error`]: no driver, no such GPU, one without virtual memory, a call that failed.
+    pub fn open(gpu: &str, library: Option<&str>, binds: Binds) -> Result<Self, Error> {
+        let driver = Driver::open(library)?;
+        let (gpu, device) = find(driver, gpu)?;
+        if !gpu.virtual_memory {
+            return Err(Error::Unsupported("virtual memory (cuMemMap), as of some vGPUs; vulkan:N does without"));
+        }
         let context = Context::new(driver, device)?;
         let (free, _) = context.memory()?;
-        let (window, granule) = if gpu.virtual_memory {
-            let granule = context.granularity()?;
-            (Window::reserve(&context, free / granule.max(1) * granule)?, granule)
-        } else {
-            (half_of(&context, free)?, PAGE)
-        };
+        let granule = context.granularity()?;
+        let window = Window::reserve(&context, free / granule.max(1) * granule)?;
         let granule = PageSize::new(granule).ok_or(Error::Unsupported("pages of a power of two bytes"))?;
-        let chunks = gpu.virtual_memory.then_some(match name.binds {
-            Binds::Flat => None,
-            Binds::CuMemMap => Some(granule.bytes()),
-        });
-        let space: Box<dyn AddressSpace> = match name.binds {
-            Binds::Flat => Box::new(FlatSpace::new()),
-            Binds::CuMemMap if gpu.virtual_memory => Box::new(MapSpace::new(context.clone(), granule)),
-            Binds::CuMemMap => return Err(Error::Unsupported("virtual memory (cuMemMap)")),
-        };
         let span = Span::new(CardAddr::new(window.at()), window.len());
         let span = span.ok_or(Error::NoMemory)?;
+        let space: Box<dyn AddressSpace> = match binds {
+            Binds::Flat => Box::new(FlatSpace::new()),
+            Binds::CuMemMap => Box::new(MapSpace::new(context.clone(), granule)),
+        };
         let region = Region { granule, ..Region::new("vram", span) };
         let refused = match gpu.host_register {
             true => registration_refused(&context)?,
             false => Some("the GPU does not support cuMemHostRegister".to_owned()),
         };
         let registrar = registrar(&context, refused.is_none());
-        let queue = Some(CudaQueue::new(&context, device, registrar.clone(), span.len())?);
-        let notes = notes(&gpu, name.binds, granule, driver.has_batches(), refused.as_deref());
+        let queue = Some(CudaQueue::new(&context, registrar.clone(), span.len())?);
+        let notes = notes(&gpu, binds, granule, driver.has_batches(), refused.as_deref());
         let window = Arc::new(window);
-        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], chunks, notes })
+        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], notes })
     }
 
     /// Name, memory and capabilities of the GPU.
@@ -151,8 +98,7 @@ impl CudaDevice {
     /// # Errors
     /// [`Error::Call`].
     pub fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
-        let (device, len) = (self.context.device(), self.window.len());
-        Ok(Box::new(CudaQueue::new(&self.context, device, self.registrar.clone(), len)?))
+        Ok(Box::new(CudaQueue::new(&self.context, self.registrar.clone(), self.window.len())?))
     }
 
     /// Gives allocated memory, whole 4 KiB pages, to other devices: a dma-buf, which holds the memory until it is
@@ -168,35 +114,22 @@ impl CudaDevice {
     }
 }
 
-/// The GPU that is meant.
-fn find(driver: &Driver, which: &Which) -> Result<(Gpu, i32), Error> {
-    let count = driver.count()?;
-    let all = (0..count).map(|number| gpu(driver, number));
+/// The GPU of a number or UUID.
+fn find(driver: &Driver, wanted: &str) -> Result<(Gpu, i32), Error> {
     let mut have = Vec::new();
-    for found in all {
-        let found = found?;
-        let is = match which {
-            Which::Number(number) => found.0.number == *number,
-            Which::Uuid(uuid) => found.0.uuid.starts_with(uuid),
+    for number in 0..driver.count()? {
+        let found = driver.gpu(number)?;
+        let is = match wanted.parse::<u32>() {
+            Ok(wanted) => wanted == number,
+            // At least four digits behind "GPU-".
+            Err(_) => wanted.len() >= 8 && found.0.uuid.to_lowercase().starts_with(&wanted.to_lowercase()),
         };
         if is {
             return Ok(found);
         }
-        have.push(format!("{} ({})", found.0.number, found.0.uuid));
+        have.push(format!("{number} ({})", found.0.uuid));
     }
-    Err(Error::NoGpu { wanted: which.to_string(), have: have.join(", ") })
-}
-
-/// Half of the free memory in one allocation, or less while that is refused: without virtual memory, what is allocated
-/// now is all that there will be.
-fn half_of(context: &Arc<Context>, free: u64) -> Result<Window, Error> {
-    let mut len = free / 2 / PAGE * PAGE;
-    loop {
-        match Window::allocate(context, len) {
-            Err(e) if e.code() == 2 && len > PAGE << 8 => len = len / 2 / PAGE * PAGE,
-            result => return result,
-        }
-    }
+    Err(Error::NoGpu { wanted: wanted.to_owned(), have: have.join(", ") })
 }
 
 /// Why the driver does not register host memory here, although the GPU could: containers and virtual machines may lack
@@ -204,7 +137,7 @@ fn half_of(context: &Arc<Context>, free: u64) -> Result<Window, Error> {
 fn registration_refused(context: &Arc<Context>) -> Result<Option<String>, Error> {
     const NOT_PERMITTED: u32 = 800;
     const NOT_SUPPORTED: u32 = 801;
-    let Ok(page) = AnonHeap::starting_at(PageKind::Base).allocate(PAGE as usize) else { return Ok(None) };
+    let Ok(page) = AnonHeap::starting_at(PageKind::Base).allocate(1) else { return Ok(None) };
     let page = page.share();
     match Registered::new(context, &page.reference(), 0..page.len()) {
         Ok(_) => Ok(None),
@@ -218,18 +151,10 @@ fn registration_refused(context: &Arc<Context>) -> Result<Option<String>, Error>
 fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
     let context = context.clone();
     match pins {
-        true => NoIommu::calling(move |buffer, range| match Registered::new(&context, buffer, range) {
-            Ok(registered) => Ok(Box::new(registered)),
-            Err(e) => Err(dmalane_dma::Error::Backend(Box::new(e))),
-        }),
-        false => {
-            NoIommu::preferring(Arc::new(DriverHeap::new("cuMemHostAlloc", move |len| {
-                match PinnedMemory::allocate(&context, len) {
-                    Ok(memory) => Ok(Box::new(memory)),
-                    Err(e) => Err(dmalane_dma::Error::Backend(Box::new(e))),
-                }
-            })))
-        }
+        true => NoIommu::calling(move |buffer, range| Ok(Box::new(Registered::new(&context, buffer, range)?))),
+        false => NoIommu::preferring(Arc::new(DriverHeap::new("cuMemHostAlloc", move |len| {
+            Ok(Box::new(PinnedMemory::allocate(&context, len)?))
+        }))),
     }
 }
 
@@ -239,12 +164,9 @@ fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Opt
         None => "host memory is pinned by cuMemHostRegister".to_owned(),
         Some(why) => format!("host memory is pinned by cuMemHostAlloc; the driver copies other memory: {why}"),
     };
-    let memory = match (gpu.virtual_memory, binds) {
-        (false, _) => "memory: one allocation of cuMemAlloc, since the GPU has no virtual memory; flat".to_owned(),
-        (true, Binds::Flat) => {
-            format!("memory: cuMemCreate and cuMemMap, pages of {granule}; flat: addresses are pointers")
-        }
-        (true, Binds::CuMemMap) => format!("memory: allocated and bound by cuMemMap in pages of {granule}"),
+    let memory = match binds {
+        Binds::Flat => format!("memory: cuMemCreate and cuMemMap, pages of {granule}; flat: addresses are pointers"),
+        Binds::CuMemMap => format!("memory: allocated and bound by cuMemMap in pages of {granule}"),
     };
     let copies = match batches {
         true => "copies of up to 1 MiB in batches (cuMemcpyBatchAsync)",
@@ -268,17 +190,11 @@ impl Device for CudaDevice {
     }
 
     fn memory(&self) -> DeviceMemory {
-        let memory = DeviceMemory::new(&self.region);
-        match self.chunks {
-            Some(chunk) => memory.driven_by(Vram {
-                context: self.context.clone(),
-                window: self.window.clone(),
-                chunk,
-                live: Vec::new(),
-                stuck: Vec::new(),
-            }),
-            None => memory,
-        }
+        let (context, window) = (self.context.clone(), self.window.clone());
+        // What is bound in pages has to be allocated in pages.
+        let page = (self.space.kind() != AddressSpaceKind::Flat).then(|| self.space.page().bytes());
+        let vram = Vram { context, window, page, live: Vec::new(), stuck: Vec::new() };
+        DeviceMemory::new(&self.region).driven_by(vram)
     }
 
     fn registrar(&self) -> Arc<dyn Registrar> {

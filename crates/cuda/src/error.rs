@@ -1,8 +1,5 @@
 //! Errors of the CUDA driver, with what helps against them.
 
-use std::ops::Range;
-
-use dmalane_addr::{DeviceVa, PageSize, Span};
 use dmalane_queue::StopReason;
 use thiserror::Error;
 
@@ -46,9 +43,6 @@ pub enum Error {
         /// The GPUs that are there, with commas between them.
         have: String,
     },
-    /// A text that names no GPU.
-    #[error("{0:?} is neither the number of a GPU nor its UUID (GPU-...)")]
-    Name(String),
     /// The GPU does not support what was asked for.
     #[error("the GPU does not support {0}")]
     Unsupported(&'static str),
@@ -63,57 +57,15 @@ pub enum Error {
     /// A call after which no other on the GPU's context succeeds.
     #[error("{0}; the GPU's context is lost: open the GPU again, if need be in a new process")]
     Lost(Box<Error>),
-    /// Device memory where some is already.
-    #[error("memory at {0:#x} is allocated already")]
-    Allocated(u64),
-    /// A bind where something is bound.
+    /// Device memory, or a bind, where something is already.
     #[error("something is mapped at {0:#x} already")]
     Mapped(u64),
-    /// Device memory that is not allocated, or not as whole chunks.
-    #[error("no memory, or no whole chunk of it, was allocated at {0:#x}")]
+    /// Device memory that is not allocated, or not as whole pages.
+    #[error("no memory, or no whole page of it, was allocated at {0:#x}")]
     NotAllocated(u64),
-    /// An address that the device does not have.
-    #[error("{0:#x} is not an address of this device")]
-    NoAddress(u64),
     /// All memory of the GPU is taken.
     #[error("the GPU has no free memory")]
     NoMemory,
-    /// A range that the buffer does not have.
-    #[error("{range:?} are not bytes of a buffer of {len}")]
-    Range {
-        /// The range.
-        range: Range<usize>,
-        /// Bytes of the buffer.
-        len: usize,
-    },
-    /// Host memory of the driver that cannot be used.
-    #[error("the driver's host memory of {len} bytes at {at:#x} is not whole pages")]
-    HostMemory {
-        /// Its bytes.
-        len: usize,
-        /// Its address.
-        at: usize,
-    },
-    /// A bind of memory that is not whole pages.
-    #[error("cannot bind {len} bytes from {offset} of a buffer at {va}: each must be a multiple of {page}")]
-    NotPages {
-        /// Where it would be bound.
-        va: DeviceVa,
-        /// Bytes.
-        len: u64,
-        /// Their offset in the buffer.
-        offset: u64,
-        /// The size of a page.
-        page: PageSize,
-    },
-    /// An unbind of a range that is not whole pages.
-    #[error("cannot unbind {span}: it is not whole pages of {page}")]
-    Unaligned {
-        /// The range.
-        span: Span<DeviceVa>,
-        /// The size of a page.
-        page: PageSize,
-    },
 }
 
 /// `CUDA_ERROR_NO_DEVICE`.
@@ -173,6 +125,12 @@ impl Error {
             Self::Lost(call) => call.code(),
             _ => u32::MAX,
         }
+    }
+}
+
+impl From<Error> for dmalane_dma::Error {
+    fn from(error: Error) -> Self {
+        Self::Backend(Box::new(error))
     }
 }
 

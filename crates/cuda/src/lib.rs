@@ -27,16 +27,17 @@
 
 mod device;
 mod error;
-mod name;
+mod gpu;
 mod plan;
 mod queue;
 mod space;
 mod sys;
 mod vram;
 
-pub use device::{CudaDevice, Gpu, gpus};
+pub use device::{CudaDevice, gpus};
 pub use error::Error;
-pub use name::{Binds, GpuName, Which};
+pub use gpu::Gpu;
+pub use space::Binds;
 #[cfg(feature = "by-hand")]
 pub use sys::PlainBinds;
 pub use sys::{LIBRARY, LIBRARY_VARIABLE};

@@ -59,6 +59,14 @@ impl Step {
     }
 }
 
+/// The first and last address of memory that a use of addresses may reach: where they are bound, any.
+pub(crate) fn memory(at: DeviceAddr, len: u64) -> (u64, u64) {
+    match at {
+        DeviceAddr::Card(at) => (at.bits(), at.bits().saturating_add(len - 1)),
+        DeviceAddr::Va(_) => (0, u64::MAX),
+    }
+}
+
 /// The address `bytes` further on. [`Operation::check`] has made sure that it exists.
 fn plus(at: DeviceAddr, bytes: u64) -> DeviceAddr {
     at.advance(bytes).unwrap_or(at)

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_device::NoIommu;
 use dmalane_queue::{
-    Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr,
-    QueueState, Refused, StopReason, Ticket, Waiting, Work,
+    Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueState, Refused,
+    StopReason, Ticket, Waiting, Work, wait_with,
 };
 
 use crate::Error;
@@ -56,22 +56,19 @@ struct Begun {
 struct Uses {
     read: Option<(u64, u64)>,
     written: Option<(u64, u64)>,
-    /// Some addresses are bound ones, behind which any memory may lie.
-    anywhere: bool,
 }
 
 impl Uses {
     /// Uses of a fence: all of device memory is written.
-    const ALL: Self = Self { read: None, written: Some((0, u64::MAX)), anywhere: true };
+    const ALL: Self = Self { read: None, written: Some((0, u64::MAX)) };
 
     fn of(steps: &[Step]) -> Self {
         let mut uses = Self::default();
         for (at, len, writes) in steps.iter().flat_map(Step::device).flatten() {
-            let (first, last) = (at.bits(), at.bits().saturating_add(len - 1));
+            let (first, last) = plan::memory(at, len);
             let range = if writes { &mut uses.written } else { &mut uses.read };
             let (low, high) = range.unwrap_or((first, last));
             *range = Some((low.min(first), high.max(last)));
-            uses.anywhere |= matches!(at, DeviceAddr::Va(_));
         }
         uses
     }
@@ -81,18 +78,14 @@ impl Uses {
         let overlap = |a: Option<(u64, u64)>, b: Option<(u64, u64)>| {
             a.zip(b).is_some_and(|((first, last), (low, high))| first <= high && low <= last)
         };
-        let writes = self.written.is_some() || other.written.is_some();
-        ((self.anywhere || other.anywhere) && writes)
-            || overlap(self.written, other.written)
-            || overlap(self.written, other.read)
-            || overlap(self.read, other.written)
+        overlap(self.written, other.written) || overlap(self.written, other.read) || overlap(self.read, other.written)
     }
 }
 
 impl CudaQueue {
     /// A queue on streams of its own. Host memory is registered by `registrar`; no operation is longer than `max_len`.
-    pub(crate) fn new(context: &Arc<Context>, device: i32, registrar: NoIommu, max_len: u64) -> Result<Self, Error> {
-        let longest = context.driver().attribute(device, Attribute::MaxPitch);
+    pub(crate) fn new(context: &Arc<Context>, registrar: NoIommu, max_len: u64) -> Result<Self, Error> {
+        let longest = context.attribute(Attribute::MaxPitch);
         Ok(Self {
             streams: [Stream::new(context)?, Stream::new(context)?],
             begun: VecDeque::new(),
@@ -209,16 +202,12 @@ impl Queue for CudaQueue {
     /// most half a millisecond, between questions: the driver's own blocking wait knows no timeout.
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let begun = Instant::now();
-        loop {
-            let ended = self.poll(done);
+        wait_with(self, done, timeout, |_, left| {
             let passed = begun.elapsed();
-            if ended > 0 || self.in_flight() == 0 || passed >= timeout {
-                return ended;
-            }
             if passed > SPIN {
-                thread::sleep((passed / 8).min(NAP).min(timeout - passed));
+                thread::sleep((passed / 8).min(NAP).min(left));
             }
-        }
+        })
     }
 
     fn state(&self) -> Option<&QueueState> {

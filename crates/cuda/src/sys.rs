@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use libloading::Library;
 
-use crate::Error;
+use crate::{Error, Gpu};
 
 /// The library of the driver.
 pub const LIBRARY: &str = "libcuda.so.1";
@@ -150,8 +150,6 @@ calls! {
         pop = "cuCtxPopCurrent_v2" (*mut Handle);
         synchronize = "cuCtxSynchronize" ();
         memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
-        alloc = "cuMemAlloc_v2" (*mut Pointer, usize);
-        free = "cuMemFree_v2" (Pointer);
         host_register = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
         host_unregister = "cuMemHostUnregister" (*mut c_void);
         host_alloc = "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
@@ -164,6 +162,14 @@ calls! {
         set_32 = "cuMemsetD32Async" (Pointer, c_uint, usize, Handle);
         set_2d_8 = "cuMemsetD2D8Async" (Pointer, usize, c_uchar, usize, usize, Handle);
         set_2d_32 = "cuMemsetD2D32Async" (Pointer, usize, c_uint, usize, usize, Handle);
+        granularity = "cuMemGetAllocationGranularity" (*mut usize, *const AllocationProp, c_int);
+        address_reserve = "cuMemAddressReserve" (*mut Pointer, usize, usize, Pointer, u64);
+        address_free = "cuMemAddressFree" (Pointer, usize);
+        create = "cuMemCreate" (*mut u64, usize, *const AllocationProp, u64);
+        release_memory = "cuMemRelease" (u64);
+        map = "cuMemMap" (Pointer, usize, usize, u64, u64);
+        unmap = "cuMemUnmap" (Pointer, usize);
+        set_access = "cuMemSetAccess" (Pointer, usize, *const AccessDesc, usize);
         stream_create = "cuStreamCreate" (*mut Handle, c_uint);
         stream_destroy = "cuStreamDestroy_v2" (Handle);
         stream_synchronize = "cuStreamSynchronize" (Handle);
@@ -175,14 +181,6 @@ calls! {
         event_query = "cuEventQuery" (Handle);
     }
     optional {
-        granularity = "cuMemGetAllocationGranularity" (*mut usize, *const AllocationProp, c_int);
-        address_reserve = "cuMemAddressReserve" (*mut Pointer, usize, usize, Pointer, u64);
-        address_free = "cuMemAddressFree" (Pointer, usize);
-        create = "cuMemCreate" (*mut u64, usize, *const AllocationProp, u64);
-        release_memory = "cuMemRelease" (u64);
-        map = "cuMemMap" (Pointer, usize, usize, u64, u64);
-        unmap = "cuMemUnmap" (Pointer, usize);
-        set_access = "cuMemSetAccess" (Pointer, usize, *const AccessDesc, usize);
         range_handle = "cuMemGetHandleForAddressRange" (*mut c_void, Pointer, usize, c_int, u64);
         batch = "cuMemcpyBatchAsync_v2"
             (*const Pointer, *const Pointer, *const usize, usize, *const CopyAttributes, *const usize, usize, Handle);
@@ -243,16 +241,6 @@ struct Registration {
     users: usize,
     /// In which it was registered.
     context: Arc<Context>,
-}
-
-/// Properties of a GPU that the driver reports without a context on it.
-pub(crate) struct Properties {
-    pub(crate) device: c_int,
-    pub(crate) name: String,
-    pub(crate) uuid: [u8; 16],
-    pub(crate) pci: String,
-    pub(crate) memory: u64,
-    pub(crate) driver_version: i32,
 }
 
 /// Attributes of a GPU (`CUdevice_attribute`).
@@ -324,8 +312,8 @@ impl Driver {
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// Reads the properties of a GPU.
-    pub(crate) fn properties(&self, number: u32) -> Result<Properties, Error> {
+    /// Describes a GPU; also its `CUdevice`.
+    pub(crate) fn gpu(&self, number: u32) -> Result<(Gpu, c_int), Error> {
         let (mut device, mut version, mut memory) = (0, 0, 0usize);
         call!(self.device(&raw mut device, c_int::try_from(number).unwrap_or(c_int::MAX)))?;
         call!(self.driver_version(&raw mut version))?;
@@ -336,26 +324,29 @@ impl Driver {
         call!(self.device_name(text.as_mut_ptr(), 256, device))?;
         let name = string(&text);
         call!(self.device_pci(text.as_mut_ptr(), 256, device))?;
-        Ok(Properties { device, name, uuid, pci: string(&text), memory: memory as u64, driver_version: version })
+        let has = |attribute| self.attribute(device, attribute) > 0;
+        let version = u32::try_from(version).unwrap_or(0);
+        let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        let uuid = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-");
+        let gpu = Gpu {
+            number,
+            name,
+            uuid: format!("GPU-{uuid}"),
+            pci: string(&text),
+            memory: memory as u64,
+            driver: (version / 1000, version % 1000 / 10),
+            virtual_memory: has(Attribute::VirtualMemory),
+            dma_buf: self.calls.range_handle.is_some() && has(Attribute::DmaBuf),
+            host_register: has(Attribute::HostRegister),
+            copy_engines: u32::try_from(self.attribute(device, Attribute::CopyEngines)).unwrap_or(0),
+        };
+        Ok((gpu, device))
     }
 
     /// An attribute of a GPU; 0 when the driver does not know it.
     pub(crate) fn attribute(&self, device: c_int, attribute: Attribute) -> i32 {
         let mut value = 0;
         call!(self.device_attribute(&raw mut value, attribute as c_int, device)).map_or(0, |()| value)
-    }
-
-    /// True when the driver has the functions of virtual memory.
-    pub(crate) fn has_virtual_memory(&self) -> bool {
-        let c = &self.calls;
-        let all = [c.granularity.is_some(), c.address_reserve.is_some(), c.address_free.is_some(), c.create.is_some()];
-        let more = [c.release_memory.is_some(), c.map.is_some(), c.unmap.is_some(), c.set_access.is_some()];
-        all.into_iter().chain(more).all(|has| has)
-    }
-
-    /// True when the driver has the function that exports memory.
-    pub(crate) fn has_dma_buf(&self) -> bool {
-        self.calls.range_handle.is_some()
     }
 
     /// True when many copies can be given to the driver in one call.

@@ -12,8 +12,8 @@ use crate::sys::{Context, Window};
 pub(crate) struct Vram {
     pub(crate) context: Arc<Context>,
     pub(crate) window: Arc<Window>,
-    /// Bytes of each chunk that is allocated; `None`: each allocation is one.
-    pub(crate) chunk: Option<u64>,
+    /// Bytes of the pages in which memory is allocated; `None`: each allocation is one.
+    pub(crate) page: Option<u64>,
     /// Allocations that were not freed.
     pub(crate) live: Vec<Span<CardAddr>>,
     /// Those that could not be freed, because work of the context had not ended or could not be waited for.
@@ -22,10 +22,9 @@ pub(crate) struct Vram {
 
 impl MemoryDriver for Vram {
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>> {
-        let chunk = self.chunk.unwrap_or(range.len());
-        let window = &self.window;
+        let (window, page) = (&self.window, self.page.unwrap_or(range.len()));
         self.stuck.retain(|stuck| window.unmap(stuck.first().bits(), stuck.len()).is_err());
-        self.window.map_new(range.first().bits(), range.len(), chunk).map_err(|e| match self.context.memory() {
+        window.map_new(range.first().bits(), range.len(), page).map_err(|e| match self.context.memory() {
             Ok((free, total)) if e.code() == 2 => {
                 format!("{e}; {free} bytes of the GPU's {total} are free; `nvidia-smi` shows who uses them").into()
             }

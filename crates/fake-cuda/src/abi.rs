@@ -362,36 +362,6 @@ functions! {
             put(total, state.settings.memory as usize)
         })
     }
-    fn cuMemAlloc_v2(to: *mut u64, len: usize) {
-        with_context("cuMemAlloc_v2", |state| {
-            if len == 0 {
-                return Err(INVALID_VALUE);
-            }
-            if state.used() + len as u64 > state.settings.memory {
-                return Err(OUT_OF_MEMORY);
-            }
-            let at = state.number() << 36;
-            let memory = Arc::new(Mutex::new(vec![0xcd; len]));
-            let (len, context) = (len as u64, current());
-            state.mapped.insert(at, Mapping { len, memory, access: (true, true), plain: true, context });
-            put(to, at)
-        })
-    }
-    fn cuMemFree_v2(at: u64) {
-        undo("cuMemFree_v2", |state| match state.mapped.get(&at).filter(|m| m.plain).map(|m| m.len) {
-            Some(len) => {
-                if state.is_busy(Place::Device(at), len) {
-                    state.violation(format!("memory at {at:#x} was freed while a stream used it"));
-                }
-                state.mapped.remove(&at);
-                Ok(())
-            }
-            None => {
-                state.violation(format!("{at:#x} was freed and is no allocation"));
-                Err(INVALID_VALUE)
-            }
-        })
-    }
     fn cuMemHostRegister_v2(at: usize, len: usize, flags: c_uint) {
         with_context("cuMemHostRegister_v2", |state| {
             if !state.settings.host_register {
@@ -701,7 +671,7 @@ functions! {
             if !inside || over || !at.is_multiple_of(GRANULE) || flags != 0 {
                 return Err(INVALID_VALUE);
             }
-            state.mapped.insert(at, Mapping { len, memory, access: (false, false), plain: false, context });
+            state.mapped.insert(at, Mapping { len, memory, access: (false, false), context });
             Ok(())
         })
     }

@@ -39,8 +39,6 @@ pub(crate) struct Mapping {
     pub memory: Memory,
     /// Readable, writable.
     pub access: (bool, bool),
-    /// Of `cuMemAlloc`.
-    pub plain: bool,
     /// The context of the GPU that may use it.
     pub context: u64,
 }

@@ -113,9 +113,13 @@ impl Device {
             .enumerate()
             .flat_map(|(f, file)| (0..file.tensors().len()).map(move |t| (f, t)))
             .collect();
-        let pointers = py.detach(|| Ok::<_, Failure>(Pointers::of(&mut *lock(&self.device)?)))?;
-        let loaded = OfProcess::new(Mutex::new(Some(loaded)));
-        let on = Arc::new(OnDevice { device: self.device.clone(), pointers, loaded });
+        let (dlpack, read_only) = py.detach(|| {
+            let mut device = lock(&self.device)?;
+            Ok::<_, Failure>((device.dlpack(), device.address_space().kind() != AddressSpaceKind::Flat))
+        })?;
+        let number = |DlpackDevice { kind, number }| DLDevice { device_type: DLDeviceType(kind), device_id: number };
+        let (cuda, loaded) = (dlpack.map(number), OfProcess::new(Mutex::new(Some(loaded))));
+        let on = Arc::new(OnDevice { device: self.device.clone(), cuda, read_only, loaded });
         let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index));
         Ok((tensors.collect::<Result<_, _>>()?, report))
     }
@@ -240,8 +244,10 @@ impl<'a> Host<'a> {
 /// Files on a device, until their last tensor is gone.
 pub(crate) struct OnDevice {
     device: Shared,
-    /// `None` where addresses are no pointers of CUDA.
-    pointers: Option<Pointers>,
+    /// The GPU whose pointers the addresses are; `None` where they are no pointers of CUDA.
+    cuda: Option<DLDevice>,
+    /// The device refuses writes through the addresses: loads bind for reading; a flat space binds nothing.
+    pub(crate) read_only: bool,
     loaded: OfProcess<Mutex<Option<Loaded>>>,
 }
 
@@ -264,27 +270,10 @@ fn without_lock(work: impl FnOnce() + Send) {
     work.into_iter().for_each(|work| work());
 }
 
-/// Addresses that are pointers of a CUDA device.
-#[derive(Clone, Copy)]
-pub(crate) struct Pointers {
-    pub(crate) device: DLDevice,
-    /// The GPU refuses writes through them.
-    pub(crate) read_only: bool,
-}
-
-impl Pointers {
-    fn of(device: &mut OpenDevice) -> Option<Self> {
-        let DlpackDevice { kind, number } = device.dlpack()?;
-        // Loads bind for reading; a flat space binds nothing.
-        let read_only = device.address_space().kind() != AddressSpaceKind::Flat;
-        Some(Self { device: DLDevice { device_type: DLDeviceType(kind), device_id: number }, read_only })
-    }
-}
-
 /// A tensor whose address is a pointer of CUDA.
 pub(crate) struct OnCuda<'a> {
     pub(crate) tensor: &'a DeviceTensor,
-    pub(crate) pointers: Pointers,
+    pub(crate) device: DLDevice,
 }
 
 /// A tensor in device memory, bound at an address of the device's own.
@@ -329,8 +318,8 @@ impl DeviceTensor {
         Described { dtype: &self.dtype, shape: &self.shape, nbytes: self.nbytes }
     }
 
-    fn pointers(&self) -> PyResult<Pointers> {
-        self.on.pointers.ok_or_else(|| {
+    fn cuda(&self) -> PyResult<DLDevice> {
+        self.on.cuda.ok_or_else(|| {
             let why = "addresses of this device are no pointers of CUDA, and DLPack has no other name for them; \
                        tobytes() and dl_device=(1, 0) copy to the host";
             PyBufferError::new_err(why)
@@ -389,7 +378,7 @@ impl DeviceTensor {
         let request = ExportRequest::parse(stream, max_version, dl_device, copy)?;
         self.described().dlpack_type()?;
         if request.device() != Some(DLDevice::CPU) {
-            return export_dlpack(&OnCuda { tensor: self, pointers: self.pointers()? }, py, request);
+            return export_dlpack(&OnCuda { tensor: self, device: self.cuda()? }, py, request);
         }
         if copy == Some(false) {
             return Err(PyBufferError::new_err(
@@ -410,7 +399,7 @@ impl DeviceTensor {
     }
 
     fn __dlpack_device__(&self) -> PyResult<(u32, i32)> {
-        Ok(self.pointers()?.device.into())
+        Ok(self.cuda()?.into())
     }
 
     fn __reduce__(&self) -> PyResult<()> {

@@ -298,11 +298,11 @@ impl OnCuda<'_> {
 
 impl DlpackExporter for OnCuda<'_> {
     fn device(&self) -> DLDevice {
-        self.pointers.device
+        self.device
     }
 
     fn flags(&self) -> DlpackFlags {
-        if self.pointers.read_only { DlpackFlags::READ_ONLY } else { DlpackFlags::empty() }
+        if self.tensor.owner().read_only { DlpackFlags::READ_ONLY } else { DlpackFlags::empty() }
     }
 
     /// Nothing is to be done: a load returns when the driver has said that its copies have ended, so work on any stream

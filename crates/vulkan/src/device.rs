@@ -13,51 +13,13 @@ use dmalane_queue::DeviceQueue;
 use crate::driver_copies::BackToBack;
 use crate::error::Error;
 use crate::fault::Faults;
-use crate::gpu::{Gpu, Live, Wanted};
-use crate::library::{GpuInfo, Library, Messages};
+use crate::gpu::{Gpu, Live};
+use crate::library::{GpuInfo, Library};
 use crate::memory::{Allocator, GpuMemory};
+use crate::options::VulkanOptions;
 use crate::queue::{GpuQueue, Parts};
 use crate::registrar::Importer;
 use crate::sparse::{SparseMap, SparseSpace};
-
-/// How a GPU is opened.
-#[derive(Clone, Debug)]
-pub struct VulkanOptions {
-    /// Bind through sparse buffers where the driver can, so that buffers need not be contiguous. Without it, virtual
-    /// addresses are card addresses.
-    pub sparse: bool,
-    /// Import host memory where the driver can. Without it, only buffers of the device's own heap can be registered.
-    pub host_import: bool,
-    /// Allocate device memory so that [`VulkanDevice::export_dma_buf`] can export it, where the driver can. With
-    /// `VK_EXT_queue_family_foreign`, submissions of several queues to one allocation then follow each other.
-    pub exportable: bool,
-    /// Longest copy in bytes that is the processor's while the GPU is idle, where it shares its memory with the
-    /// host; 0 for none.
-    pub direct: u64,
-    /// Queues of the device, which share the queues of the driver; `None` for one on each.
-    pub channels: Option<usize>,
-    /// Bytes of one buffer and of one allocation at most, below the driver's own limits; `None` for these.
-    pub largest: Option<u64>,
-    /// Have the validation layers, where they are installed, check every call, and collect their messages here.
-    pub validation: Option<Messages>,
-}
-
-/// Longest copy in bytes that costs less than a submission. Of longer ones the GPU relieves the processor.
-const DIRECT: u64 = 64 << 10;
-
-impl Default for VulkanOptions {
-    fn default() -> Self {
-        Self {
-            sparse: true,
-            host_import: true,
-            exportable: false,
-            direct: DIRECT,
-            channels: None,
-            largest: None,
-            validation: None,
-        }
-    }
-}
 
 /// A GPU, driven through Vulkan.
 ///
@@ -87,7 +49,7 @@ impl VulkanDevice {
         faults: Arc<Faults>,
         live: Arc<Live>,
     ) -> Result<Self, Error> {
-        let library = Library::load(options.validation.clone(), faults)?;
+        let library = Library::load(options, faults)?;
         let (handle, mut info) = find(library.gpus()?, name)?;
         if let Some(largest) = options.largest {
             (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
@@ -114,9 +76,8 @@ impl VulkanDevice {
         options: &VulkanOptions,
         live: Arc<Live>,
     ) -> Result<Self, Error> {
-        let VulkanOptions { host_import, sparse, exportable, direct, .. } = *options;
-        let wanted = Wanted { host_import, sparse, exportable, direct: direct > 0 };
-        let gpu = Gpu::open(library, handle, info, wanted, live)?;
+        let direct = options.direct;
+        let gpu = Gpu::open(library, handle, info, options, live)?;
         let mut notes = vec![about(gpu.info())];
         let sparse = match () {
             () if !options.sparse => Err("it was not asked for".to_owned()),
@@ -152,9 +113,6 @@ impl VulkanDevice {
                 () if direct == 0 => format!("all copies are the GPU's, as was asked for: {why}"),
                 () => format!("all copies are the GPU's: {why}, but its memory is not coherent with the host"),
             });
-        }
-        if gpu.is_validated() {
-            notes.push("the validation layers check every call, which makes it slow".to_owned());
         }
         let space: Box<dyn AddressSpace> = match &sparse {
             Ok(map) => Box::new(SparseSpace::new(map, &memory)),
@@ -237,10 +195,8 @@ impl VulkanDevice {
     }
 
     /// Another queue over the GPU's first: for tests that look at memory past the queue that they test.
-    ///
-    /// # Errors
-    /// [`Error`].
-    pub fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
+    #[cfg(test)]
+    pub(crate) fn open_queue(&self) -> Result<Box<DeviceQueue>, Error> {
         Ok(Box::new(GpuQueue::new(self.parts.clone(), 0)?))
     }
 }
@@ -325,6 +281,6 @@ fn find<T>(gpus: Vec<(T, GpuInfo)>, wanted: &str) -> Result<(T, GpuInfo), Error>
 /// # Errors
 /// [`Error::NoLoader`], [`Error::NoDriver`], [`Error::Call`].
 pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
-    let library = Library::load(None, Arc::default())?;
+    let library = Library::load(&VulkanOptions::default(), Arc::default())?;
     Ok(library.gpus()?.into_iter().map(|(_, info)| info).collect())
 }

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use ash::vk;
 use dmalane_device::{DriverCopies, DriverCopy};
-use dmalane_queue::{Direction, Refusal, Registered};
+use dmalane_queue::{DeviceAddr, Direction, Registered};
 
 use crate::channel::Channel;
 use crate::error::{CallError, Error};
 use crate::gpu::Buffer;
-use crate::queue::Parts;
+use crate::queue::{Parts, pairs};
 
 /// Time that a submission may take.
 const LONG: Duration = Duration::from_secs(60);
@@ -38,39 +38,22 @@ impl BackToBack {
     /// Adds the regions of a copy to the commands.
     fn add(&self, copy: &DriverCopy, commands: &mut Vec<Command>) -> Result<(), Box<dyn StdError + Send + Sync>> {
         copy.check(&self.parts.importer)?;
-        let (mut host, imported) = (Vec::new(), self.parts.importer.imported());
-        let found = copy.iova().is_some_and(|range| {
-            imported.resolve(range, |buffer, offset, _, len| host.push((buffer.clone(), offset, len)))
-        });
-        drop(imported);
-        if !found {
-            return Err(Refusal::NotRegistered.into());
-        }
-        let mut device = Vec::new();
-        let areas = self.parts.memory.areas();
-        let there = areas.resolve(copy.at, copy.len, |_, buffer, offset, _, len| {
-            device.push((buffer.clone(), offset, len));
-        });
-        there.map_err(Error::NotAllocated)?;
-        let mut device = device.into_iter().peekable();
-        for (host, mut host_at, mut left) in host {
-            while let Some((memory, at, there)) = device.peek_mut().filter(|_| left > 0) {
-                let size = left.min(*there);
-                let (from, to, src_offset, dst_offset) = match copy.direction {
-                    Direction::FromHost => (&host, &*memory, host_at, *at),
-                    Direction::ToHost => (&*memory, &host, *at, host_at),
-                };
-                let region = vk::BufferCopy { src_offset, dst_offset, size };
-                match commands.iter_mut().find(|(f, t, _)| Arc::ptr_eq(f, from) && Arc::ptr_eq(t, to)) {
-                    Some((_, _, regions)) => regions.push(region),
-                    None => commands.push((from.clone(), to.clone(), vec![region])),
-                }
-                (host_at, left, *at, *there) = (host_at + size, left - size, *at + size, *there - size);
-                if *there == 0 {
-                    device.next();
-                }
+        let (mut host, mut device) = (Vec::new(), Vec::new());
+        self.parts.host(copy.iova(), &mut host)?;
+        self.parts.device(DeviceAddr::Card(copy.at), copy.len, copy.direction == Direction::FromHost, &mut device)?;
+        let (from, to) = match copy.direction {
+            Direction::FromHost => (&host, &device),
+            Direction::ToHost => (&device, &host),
+        };
+        pairs(from, to, |(from, in_from), (to, in_to), size| {
+            let (src_offset, dst_offset) = (from.offset + in_from, to.offset + in_to);
+            let region = vk::BufferCopy { src_offset, dst_offset, size };
+            let same = |(f, t, _): &&mut Command| Arc::ptr_eq(f, &from.buffer) && Arc::ptr_eq(t, &to.buffer);
+            match commands.iter_mut().find(same) {
+                Some((_, _, regions)) => regions.push(region),
+                None => commands.push((from.buffer.clone(), to.buffer.clone(), vec![region])),
             }
-        }
+        });
         Ok(())
     }
 
@@ -85,9 +68,7 @@ impl BackToBack {
         }
         Ok(())
     }
-}
 
-impl BackToBack {
     /// Gives all copies to the driver, `times` times.
     fn give(&mut self, copies: &[DriverCopy], times: u64) -> Result<(), Box<dyn StdError + Send + Sync>> {
         let hosts: Arc<[Registered]> = copies.iter().map(|copy| copy.host.clone()).collect();

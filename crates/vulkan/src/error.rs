@@ -95,17 +95,6 @@ pub enum Error {
     /// No memory type of the GPU is fit for a use.
     #[error("the GPU has no memory type for {0}")]
     NoMemoryType(&'static str),
-    /// A range of addresses that no sparse buffer of this driver is long enough for.
-    #[error(
-        "a range of {len} bytes is longer than the driver's longest sparse buffer (room for {most}): open the GPU as \
-         vulkan:NAME,flat, where a tensor may lie in several"
-    )]
-    LongRange {
-        /// Bytes of the range.
-        len: u64,
-        /// Bytes of the longest range.
-        most: u64,
-    },
     /// More addresses than the driver has for sparse buffers.
     #[error(
         "{free} of the driver's {most} bytes of addresses for sparse buffers (sparseAddressSpaceSize) are left, too \
@@ -119,35 +108,19 @@ pub enum Error {
         /// Bytes that the driver has.
         most: u64,
     },
-    /// Something larger than the driver can make.
-    #[error("{what} of {len} bytes is larger than the driver's largest ({most})")]
-    TooLarge {
-        /// The kind of object.
-        what: &'static str,
-        /// Bytes asked for.
-        len: u64,
-        /// Bytes of the largest.
-        most: u64,
-    },
-    /// As many allocations as the driver has.
-    #[error("the driver makes {most} allocations at most, and all are made")]
-    TooMany {
-        /// How many.
-        most: u32,
-    },
+    /// More than the driver can make or hold.
+    #[error("{0}")]
+    Limit(String),
     /// A device without queues.
     #[error("VulkanOptions::channels is 0, and at least 1 is needed")]
     NoQueues,
-    /// More bindings than the driver can hold.
-    #[error(
-        "the driver holds {limit} sparse bindings at most, and there would be {wanted} (unbinding the middle of a \
-         range leaves two)"
-    )]
-    TooManyBinds {
-        /// Number that there would be.
-        wanted: u64,
-        /// Number that there may be.
-        limit: u64,
+    /// A bind or unbind that is not whole pages.
+    #[error("{span} cannot be changed: addresses, memory and lengths must be multiples of {page}")]
+    NotPages {
+        /// The addresses.
+        span: dmalane_addr::Span<dmalane_addr::DeviceVa>,
+        /// The size of a page.
+        page: dmalane_addr::PageSize,
     },
     /// A request that sparse buffers have no equivalent of.
     #[error("sparse buffers bind memory of buffers, once each: no null pages, and none that repeat")]

@@ -31,12 +31,9 @@ struct Failing {
 }
 
 impl Faults {
-    /// To be asked before each call that can fail.
-    ///
-    /// # Errors
-    /// When this is the call that fails.
+    /// Asked before each call that can fail: the error, when this is the call that fails.
     #[inline]
-    pub fn before(&self, call: &'static str) -> Result<(), CallError> {
+    fn before(&self, call: &'static str) -> Result<(), CallError> {
         #[cfg(test)]
         {
             let mut state = self.state.lock().unwrap();
@@ -55,6 +52,15 @@ impl Faults {
         }
         let _ = call;
         Ok(())
+    }
+
+    /// Makes a call that can fail.
+    ///
+    /// # Errors
+    /// The driver's answer with the name of the call.
+    pub fn call<T>(&self, call: &'static str, f: impl FnOnce() -> Result<T, ash::vk::Result>) -> Result<T, CallError> {
+        self.before(call)?;
+        f().map_err(|result| CallError { call, result })
     }
 
     /// Makes the call of this number fail, counted from 1 and from now on.

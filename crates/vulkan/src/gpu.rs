@@ -17,20 +17,8 @@ use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSli
 
 use crate::error::{CallError, Error};
 use crate::library::{DMA_BUF, GpuInfo, Library, SPARSE, copied};
+use crate::options::VulkanOptions;
 use crate::shader;
-
-/// Optional capabilities to open a GPU with.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Wanted {
-    /// Import host memory, if the GPU can.
-    pub host_import: bool,
-    /// Bind sparse buffers, if the GPU can.
-    pub sparse: bool,
-    /// Allocate device memory that can be exported, if the GPU can.
-    pub exportable: bool,
-    /// Map device memory into this process, if it is [unified](GpuInfo::unified) and coherent.
-    pub direct: bool,
-}
 
 /// Numbers of live objects.
 #[derive(Debug, Default)]
@@ -160,20 +148,24 @@ pub(crate) fn sharing(foreign: bool, families: &[u32]) -> vk::SharingMode {
     }
 }
 
+fn too_large(what: &str, len: u64, most: u64) -> Error {
+    Error::Limit(format!("{what} of {len} bytes is larger than the driver's largest ({most})"))
+}
+
 impl Gpu {
     /// Opens a GPU.
     pub fn open(
         library: &Arc<Library>,
         gpu: vk::PhysicalDevice,
         info: GpuInfo,
-        wanted: Wanted,
+        options: &VulkanOptions,
         live: Arc<Live>,
     ) -> Result<Arc<Self>, Error> {
         if let Some(missing) = info.missing() {
             return Err(Error::Unsuitable { name: info.name, missing: missing.to_owned() });
         }
         let Families { copying, binding, computing } =
-            families(&info, wanted.sparse && info.sparse.is_some() && info.device_address);
+            families(&info, options.sparse && info.sparse.is_some() && info.device_address);
         if copying.is_empty() {
             return Err(Error::Unsuitable { name: info.name, missing: "it has no queue that copies".to_owned() });
         }
@@ -193,7 +185,7 @@ impl Gpu {
             })
             .collect();
         let mut extensions = Vec::new();
-        let host_import = wanted.host_import && info.host_import.is_some();
+        let host_import = options.host_import && info.host_import.is_some();
         if host_import {
             extensions.push(ext::external_memory_host::NAME.as_ptr());
         }
@@ -204,9 +196,6 @@ impl Gpu {
         }
         if info.foreign_queues {
             extensions.push(ext::queue_family_foreign::NAME.as_ptr());
-        }
-        if info.portability_subset {
-            extensions.push(khr::portability_subset::NAME.as_ptr());
         }
         let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default()
             .timeline_semaphore(true)
@@ -220,16 +209,16 @@ impl Gpu {
             .enabled_extension_names(&extensions)
             .enabled_features(&features)
             .push_next(&mut vulkan12);
-        library.faults().before("vkCreateDevice")?;
-        // SAFETY: the structures live until the call returns; families, queues, features and extensions are those that
-        // the physical device has, as `info` says, which was read from it.
-        let device = unsafe { library.instance().create_device(gpu, &create, None) }
-            .map_err(|result| CallError { call: "vkCreateDevice", result })?;
+        let device = library.faults().call("vkCreateDevice", || {
+            // SAFETY: the structures live until the call returns; families, queues, features and extensions are those
+            // that the physical device has, as `info` says, which was read from it.
+            unsafe { library.instance().create_device(gpu, &create, None) }
+        })?;
         let host = host_import.then(|| ext::external_memory_host::Device::new(library.instance(), &device));
         let descriptors = descriptors.then(|| khr::external_memory_fd::Device::new(library.instance(), &device));
-        let exportable = wanted.exportable && info.dma_buf_export;
+        let exportable = options.exportable && info.dma_buf_export;
         let coherent = info.memory_types.iter().any(|t| t.flags.contains(DIRECT));
-        let direct = wanted.direct && info.unified().is_some() && coherent;
+        let direct = options.direct > 0 && info.unified().is_some() && coherent;
         let mut queues = Vec::new();
         for (family, count) in &asked {
             for index in 0..*count {
@@ -331,6 +320,7 @@ impl Gpu {
         self.exportable
     }
 
+    #[cfg(test)]
     pub fn is_validated(&self) -> bool {
         self.library.is_validated()
     }
@@ -355,8 +345,7 @@ impl Gpu {
         call: &'static str,
         f: impl FnOnce(&Device) -> Result<T, vk::Result>,
     ) -> Result<T, CallError> {
-        let done = self.library.faults().before(call);
-        let done = done.and_then(|()| f(&self.device).map_err(|result| CallError { call, result }));
+        let done = self.library.faults().call(call, || f(&self.device));
         if let Err(e) = done.as_ref()
             && e.is_lost()
         {
@@ -395,11 +384,11 @@ impl Gpu {
     fn allocate(self: &Arc<Self>, info: &vk::MemoryAllocateInfo<'_>) -> Result<Memory, Error> {
         let (len, most) = (info.allocation_size, self.info.max_allocation);
         if len > most {
-            return Err(Error::TooLarge { what: "an allocation", len, most });
+            return Err(too_large("an allocation", len, most));
         }
         let most = self.info.max_allocations;
         if self.live.memories.load(Ordering::Relaxed) >= u64::from(most) {
-            return Err(Error::TooMany { most });
+            return Err(Error::Limit(format!("the driver makes {most} allocations at most, and all are made")));
         }
         // SAFETY: the callers fill the structure as the specification asks for.
         let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) });
@@ -427,7 +416,7 @@ impl Gpu {
     fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>, is_dma_buf: bool) -> Result<Buffer, Error> {
         let (len, most) = (info.size, self.info.max_buffer);
         if len > most {
-            return Err(Error::TooLarge { what: "a buffer", len, most });
+            return Err(too_large("a buffer", len, most));
         }
         let foreign = is_dma_buf && self.info.foreign_queues;
         let info = info.sharing_mode(sharing(foreign, &self.families)).queue_family_indices(&self.families);

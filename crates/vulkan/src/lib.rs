@@ -17,6 +17,7 @@ mod gpu;
 mod hazards;
 mod library;
 mod memory;
+mod options;
 mod queue;
 mod registrar;
 mod shader;
@@ -24,6 +25,7 @@ mod sparse;
 #[cfg(test)]
 mod tests;
 
-pub use device::{VulkanDevice, VulkanOptions, gpus};
+pub use device::{VulkanDevice, gpus};
 pub use error::{CallError, Error};
-pub use library::{GpuInfo, MemoryHeap, Messages};
+pub use library::{GpuInfo, MemoryHeap};
+pub use options::VulkanOptions;

@@ -4,7 +4,7 @@
 //! own a reference to it.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::CStr;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,6 +13,7 @@ use ash::{Entry, Instance, ext, khr, vk};
 
 use crate::error::{CallError, Error};
 use crate::fault::Faults;
+use crate::options::VulkanOptions;
 
 /// dma-bufs.
 pub(crate) const DMA_BUF: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::DMA_BUF_EXT;
@@ -45,85 +46,32 @@ fn shares_with_sparse(plain: External, sparse: External) -> bool {
     (plain & sparse).contains(External::EXPORTABLE) && !(plain | sparse).contains(External::DEDICATED_ONLY)
 }
 
-/// The validation layer.
-const LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
-
-/// Messages of the validation layers, as they come.
-#[derive(Clone, Debug, Default)]
-pub struct Messages(Arc<Mutex<Vec<String>>>);
-
-impl Messages {
-    /// None yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Those that have come, which are forgotten by that.
-    pub fn take(&self) -> Vec<String> {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn push(&self, message: String) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(message);
-    }
-}
-
 /// The loader and an instance.
 pub(crate) struct Library {
     // Unloaded last: fields are dropped in this order, after `drop` has destroyed the instance.
     instance: Instance,
-    messenger: Option<(ext::debug_utils::Instance, vk::DebugUtilsMessengerEXT)>,
-    /// The messages that the messenger's callback points to.
-    messages: Option<Arc<Messages>>,
     faults: Arc<Faults>,
+    #[cfg(test)]
+    watch: Option<crate::tests::layers::Watch>,
     _entry: Entry,
 }
 
 impl Library {
-    /// Loads Vulkan. With `messages`, the validation layers check every call, where they are installed.
-    pub fn load(messages: Option<Messages>, faults: Arc<Faults>) -> Result<Arc<Self>, Error> {
+    /// Loads Vulkan.
+    pub fn load(options: &VulkanOptions, faults: Arc<Faults>) -> Result<Arc<Self>, Error> {
         let entry = loader(&faults)?;
-        let messages = match messages {
-            Some(messages) => layer_is_installed(&entry, &faults)?.then(|| Arc::new(messages)),
-            None => None,
-        };
-        let application = vk::ApplicationInfo::default()
-            .application_name(c"dmalane")
-            .engine_name(c"dmalane")
-            .api_version(vk::API_VERSION_1_3);
-        let (flags, mut extensions) = portability(&entry, &faults)?;
-        let mut layers = Vec::new();
-        let enabled = [vk::ValidationFeatureEnableEXT::SYNCHRONIZATION_VALIDATION];
-        let mut features = vk::ValidationFeaturesEXT::default().enabled_validation_features(&enabled);
-        let mut creation = messages.as_ref().map(messenger);
-        let mut info = vk::InstanceCreateInfo::default().application_info(&application).flags(flags);
-        if let Some(creation) = &mut creation {
-            layers.push(LAYER.as_ptr());
-            extensions.push(ext::debug_utils::NAME.as_ptr());
-            info = info.push_next(creation);
-            if has_extension(&entry, Some(LAYER), ext::validation_features::NAME, &faults)? {
-                extensions.push(ext::validation_features::NAME.as_ptr());
-                info = info.push_next(&mut features);
-            }
-        }
-        let info = info.enabled_layer_names(&layers).enabled_extension_names(&extensions);
-        faults.before("vkCreateInstance")?;
-        // SAFETY: the structures and the names live until the call returns; `messages`, which the callback points to,
-        // is owned by the result, and dropped after the instance.
-        let instance = unsafe { entry.create_instance(&info, None) }.map_err(|result| match result {
-            vk::Result::ERROR_INCOMPATIBLE_DRIVER => Error::NoDriver,
-            result => CallError { call: "vkCreateInstance", result }.into(),
-        })?;
-        let mut this = Self { instance, messenger: None, messages, faults, _entry: entry };
-        if let Some(messages) = &this.messages {
-            let debug = ext::debug_utils::Instance::new(&this._entry, &this.instance);
-            this.faults.before("vkCreateDebugUtilsMessengerEXT")?;
-            // SAFETY: as above; the messenger is destroyed before `messages`.
-            let made = unsafe { debug.create_debug_utils_messenger(&messenger(messages), None) };
-            let made = made.map_err(|result| CallError { call: "vkCreateDebugUtilsMessengerEXT", result })?;
-            this.messenger = Some((debug, made));
-        }
-        Ok(Arc::new(this))
+        #[cfg(test)]
+        let (instance, watch) = crate::tests::layers::create_watched(&entry, options.validation.as_ref(), &faults)?;
+        #[cfg(not(test))]
+        let instance = create(&entry, vk::InstanceCreateInfo::default(), &faults)?;
+        let _ = options;
+        Ok(Arc::new(Self {
+            instance,
+            faults,
+            #[cfg(test)]
+            watch,
+            _entry: entry,
+        }))
     }
 
     pub fn instance(&self) -> &Instance {
@@ -135,18 +83,18 @@ impl Library {
     }
 
     /// True when the validation layers watch.
+    #[cfg(test)]
     pub fn is_validated(&self) -> bool {
-        self.messenger.is_some()
+        self.watch.is_some()
     }
 
     /// The GPUs, in the order in which the loader lists them.
     pub fn gpus(&self) -> Result<Vec<(vk::PhysicalDevice, GpuInfo)>, Error> {
-        self.faults.before("vkEnumeratePhysicalDevices")?;
         // SAFETY: the instance exists as long as `self`.
-        let found = unsafe { self.instance.enumerate_physical_devices() };
-        let found = match found {
-            Err(vk::Result::ERROR_INITIALIZATION_FAILED) => Vec::new(),
-            found => found.map_err(|result| CallError { call: "vkEnumeratePhysicalDevices", result })?,
+        let list = || unsafe { self.instance.enumerate_physical_devices() };
+        let found = match self.faults.call("vkEnumeratePhysicalDevices", list) {
+            Err(CallError { result: vk::Result::ERROR_INITIALIZATION_FAILED, .. }) => Vec::new(),
+            found => found?,
         };
         if found.is_empty() {
             return Err(Error::NoDriver);
@@ -155,10 +103,9 @@ impl Library {
     }
 
     fn info(&self, index: usize, gpu: vk::PhysicalDevice) -> Result<GpuInfo, Error> {
-        self.faults.before("vkEnumerateDeviceExtensionProperties")?;
         // SAFETY: the physical device is one of this instance.
-        let extensions = unsafe { self.instance.enumerate_device_extension_properties(gpu) }
-            .map_err(|result| CallError { call: "vkEnumerateDeviceExtensionProperties", result })?;
+        let list = || unsafe { self.instance.enumerate_device_extension_properties(gpu) };
+        let extensions = self.faults.call("vkEnumerateDeviceExtensionProperties", list)?;
         let has = |name: &CStr| extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(name));
         // SAFETY: as above.
         let api = unsafe { self.instance.get_physical_device_properties(gpu) }.api_version;
@@ -167,15 +114,12 @@ impl Library {
         let (mut sizes, mut more) =
             (vk::PhysicalDeviceMaintenance3Properties::default(), vk::PhysicalDeviceMaintenance4Properties::default());
         let mut host = vk::PhysicalDeviceExternalMemoryHostPropertiesEXT::default();
-        let (has_1_1, has_1_2, has_1_3) =
-            (api >= vk::API_VERSION_1_1, api >= vk::API_VERSION_1_2, api >= vk::API_VERSION_1_3);
+        // An older one is only listed.
+        let (modern, has_1_3) = (api >= vk::API_VERSION_1_2, api >= vk::API_VERSION_1_3);
         let host_import = has(ext::external_memory_host::NAME);
         let mut properties = vk::PhysicalDeviceProperties2::default();
-        if has_1_1 {
-            properties = properties.push_next(&mut id).push_next(&mut sizes);
-        }
-        if has_1_2 {
-            properties = properties.push_next(&mut driver);
+        if modern {
+            properties = properties.push_next(&mut id).push_next(&mut sizes).push_next(&mut driver);
         }
         if has_1_3 {
             properties = properties.push_next(&mut more);
@@ -185,7 +129,7 @@ impl Library {
         }
         let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default();
         let mut features = vk::PhysicalDeviceFeatures2::default();
-        if has_1_2 {
+        if modern {
             features = features.push_next(&mut vulkan12);
         }
         // SAFETY: the physical device is one of this instance, whose version has both calls; every structure of the
@@ -206,7 +150,7 @@ impl Library {
         let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
         let sparse = binds_sparse(&features);
         let device_address = vulkan12.buffer_device_address == vk::TRUE;
-        let dma_bufs = has_1_1 && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
+        let dma_bufs = modern && has(ext::external_memory_dma_buf::NAME) && has(khr::external_memory_fd::NAME);
         // The driver's support for dma-bufs of such buffers.
         let shares = |usage, flags| {
             let mut shared = vk::ExternalBufferProperties::default();
@@ -230,7 +174,7 @@ impl Library {
             name: text(properties.device_name_as_c_str()),
             kind: kind(properties.device_type),
             device_type: properties.device_type,
-            uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
+            uuid: if modern { id.device_uuid } else { [0; 16] },
             driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
             dma_buf_import: imports.contains(External::IMPORTABLE),
@@ -239,12 +183,11 @@ impl Library {
             foreign_queues: dma_bufs && has(ext::queue_family_foreign::NAME),
             sparse_export: sparse && shares_with_sparse(exports, shares(of_device, SPARSE)),
             host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
-            portability_subset: has(khr::portability_subset::NAME),
-            memory_budget: has_1_1 && has(ext::memory_budget::NAME),
+            memory_budget: modern && has(ext::memory_budget::NAME),
             timeline: vulkan12.timeline_semaphore == vk::TRUE,
             device_address,
             sparse: sparse.then_some(limits.sparse_address_space_size),
-            max_allocation: if has_1_1 { sizes.max_memory_allocation_size } else { 1 << 30 },
+            max_allocation: if modern { sizes.max_memory_allocation_size } else { 1 << 30 },
             max_allocations: limits.max_memory_allocation_count,
             max_buffer: if has_1_3 { more.max_buffer_size } else { u64::MAX },
             heaps: memory.memory_heaps_as_slice().iter().map(heap).collect(),
@@ -260,14 +203,10 @@ impl Library {
 
 impl Drop for Library {
     fn drop(&mut self) {
-        // SAFETY: whatever was made of the instance owned a reference to this and is gone; the messenger is destroyed
-        // before what its callback uses.
-        unsafe {
-            if let Some((debug, messenger)) = self.messenger.take() {
-                debug.destroy_debug_utils_messenger(messenger, None);
-            }
-            self.instance.destroy_instance(None);
-        }
+        #[cfg(test)]
+        drop(self.watch.take());
+        // SAFETY: whatever was made of the instance owned a reference to this and is gone.
+        unsafe { self.instance.destroy_instance(None) }
     }
 }
 
@@ -282,72 +221,23 @@ fn loader(faults: &Faults) -> Result<Entry, Error> {
     }
     // SAFETY: the system's Vulkan loader is what it says: its initialisation has no requirements.
     let entry = unsafe { Entry::load() }.map_err(|e| Error::NoLoader(e.to_string()))?;
-    let (flags, extensions) = portability(&entry, faults)?;
-    let info = vk::InstanceCreateInfo::default().flags(flags).enabled_extension_names(&extensions);
-    faults.before("vkCreateInstance")?;
-    // SAFETY: the structure and the names live until the call returns.
-    match unsafe { entry.create_instance(&info, None) } {
-        Ok(_for_ever) => *loader = Some(entry.clone()),
-        Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => return Err(Error::NoDriver),
-        Err(result) => return Err(CallError { call: "vkCreateInstance", result }.into()),
-    }
+    let _for_ever = create(&entry, vk::InstanceCreateInfo::default(), faults)?;
+    *loader = Some(entry.clone());
     Ok(entry)
 }
 
-/// Flags and extensions with which the loader also lists drivers that are not quite Vulkan (Apple's GPUs).
-fn portability(entry: &Entry, faults: &Faults) -> Result<(vk::InstanceCreateFlags, Vec<*const c_char>), CallError> {
-    Ok(match has_extension(entry, None, khr::portability_enumeration::NAME, faults)? {
-        true => {
-            let flags = vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR;
-            (flags, vec![khr::portability_enumeration::NAME.as_ptr()])
-        }
-        false => (vk::InstanceCreateFlags::empty(), Vec::new()),
+/// Creates an instance, which the caller destroys.
+pub(crate) fn create(entry: &Entry, info: vk::InstanceCreateInfo<'_>, faults: &Faults) -> Result<Instance, Error> {
+    let application = vk::ApplicationInfo::default()
+        .application_name(c"dmalane")
+        .engine_name(c"dmalane")
+        .api_version(vk::API_VERSION_1_3);
+    let info = info.application_info(&application);
+    // SAFETY: the structures and the names live until the call returns.
+    faults.call("vkCreateInstance", || unsafe { entry.create_instance(&info, None) }).map_err(|e| match e.result {
+        vk::Result::ERROR_INCOMPATIBLE_DRIVER => Error::NoDriver,
+        _ => e.into(),
     })
-}
-
-fn layer_is_installed(entry: &Entry, faults: &Faults) -> Result<bool, CallError> {
-    const CALL: &str = "vkEnumerateInstanceLayerProperties";
-    faults.before(CALL)?;
-    // SAFETY: the loader was loaded.
-    let layers = unsafe { entry.enumerate_instance_layer_properties() };
-    let layers = layers.map_err(|result| CallError { call: CALL, result })?;
-    Ok(layers.iter().any(|l| l.layer_name_as_c_str() == Ok(LAYER)))
-}
-
-fn has_extension(entry: &Entry, layer: Option<&CStr>, name: &CStr, faults: &Faults) -> Result<bool, CallError> {
-    const CALL: &str = "vkEnumerateInstanceExtensionProperties";
-    faults.before(CALL)?;
-    // SAFETY: the loader was loaded.
-    let found = unsafe { entry.enumerate_instance_extension_properties(layer) };
-    let found = found.map_err(|result| CallError { call: CALL, result })?;
-    Ok(found.iter().any(|e| e.extension_name_as_c_str() == Ok(name)))
-}
-
-fn messenger(messages: &Arc<Messages>) -> vk::DebugUtilsMessengerCreateInfoEXT<'static> {
-    use vk::{DebugUtilsMessageSeverityFlagsEXT as Severity, DebugUtilsMessageTypeFlagsEXT as Type};
-    vk::DebugUtilsMessengerCreateInfoEXT::default()
-        .message_severity(Severity::WARNING | Severity::ERROR)
-        .message_type(Type::VALIDATION | Type::PERFORMANCE)
-        .pfn_user_callback(Some(on_message))
-        .user_data(Arc::as_ptr(messages).cast_mut().cast())
-}
-
-/// Takes a message of the layers.
-///
-/// # Safety
-/// As Vulkan calls it: `data` is valid, and `messages` what [`messenger`] has set, which outlives the messenger.
-unsafe extern "system" fn on_message(
-    _: vk::DebugUtilsMessageSeverityFlagsEXT,
-    _: vk::DebugUtilsMessageTypeFlagsEXT,
-    data: *const vk::DebugUtilsMessengerCallbackDataEXT<'_>,
-    messages: *mut c_void,
-) -> vk::Bool32 {
-    // SAFETY: by the contract of this function, both point to what they should; strings of Vulkan end with a zero.
-    let (data, messages) = unsafe { (&*data, &*messages.cast_const().cast::<Messages>()) };
-    // SAFETY: as above.
-    let text = unsafe { data.message_as_c_str() };
-    messages.push(text.unwrap_or(c"a message without text").to_string_lossy().into_owned());
-    vk::FALSE
 }
 
 fn kind(of: vk::PhysicalDeviceType) -> &'static str {
@@ -429,7 +319,6 @@ pub struct GpuInfo {
     /// Dma-bufs are acquired from other devices and released to them (`VK_EXT_queue_family_foreign`).
     pub(crate) foreign_queues: bool,
     pub(crate) timeline: bool,
-    pub(crate) portability_subset: bool,
     pub(crate) memory_budget: bool,
 }
 

@@ -36,15 +36,20 @@ pub(crate) struct Area {
 }
 
 impl Area {
+    /// The chunk that an address lies in, and the offset in it.
+    pub fn chunk_at(&self, at: u64) -> (&Arc<Buffer>, u64) {
+        let within = at - self.first;
+        (&self.chunks[(within / self.chunk) as usize], within % self.chunk)
+    }
+
     /// The chunks of the range from `at` on, `len` bytes that lie in the area: each with the offset in its buffer, its
     /// address and its bytes.
     fn chunks(&self, at: u64, len: u64, mut each: impl FnMut(&Arc<Buffer>, u64, u64, u64)) {
         let (mut at, mut left) = (at, len);
         while left > 0 {
-            let within = at - self.first;
-            let (index, offset) = (within / self.chunk, within % self.chunk);
+            let (buffer, offset) = self.chunk_at(at);
             let here = left.min(self.chunk - offset);
-            each(&self.chunks[index as usize], offset, at, here);
+            each(buffer, offset, at, here);
             (at, left) = (at + here, left - here);
         }
     }

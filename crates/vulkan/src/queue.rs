@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ash::vk;
-use dmalane_addr::CardAddr;
+use dmalane_addr::{CardAddr, Iova, Span};
 use dmalane_dma::CopyHint;
 use dmalane_queue::{
-    CacheHint, Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation,
-    Queue, QueueAddr, QueueState, Refusal, Refused, Shape, StopReason, Ticket, Waiting, Work, wait_with,
+    CacheHint, Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue,
+    QueueAddr, QueueState, Refusal, Refused, Shape, StopReason, Ticket, Waiting, Work, wait_with,
 };
 
 use crate::channel::{Channel, Recording};
@@ -110,6 +110,22 @@ impl Regions {
     }
 }
 
+/// Calls `each` with the parts of two lists of runs with as many bytes: a run of each, the offset in it, and the bytes.
+pub(crate) fn pairs<'a>(from: &'a [Run], to: &'a [Run], mut each: impl FnMut((&'a Run, u64), (&'a Run, u64), u64)) {
+    let (mut f, mut t, mut in_f, mut in_t) = (0, 0, 0, 0);
+    while let (Some(a), Some(b)) = (from.get(f), to.get(t)) {
+        let len = (a.len - in_f).min(b.len - in_t);
+        each((a, in_f), (b, in_t), len);
+        (in_f, in_t) = (in_f + len, in_t + len);
+        if in_f == a.len {
+            (f, in_f) = (f + 1, 0);
+        }
+        if in_t == b.len {
+            (t, in_t) = (t + 1, 0);
+        }
+    }
+}
+
 /// A submission that is being written.
 struct Writer<'a> {
     channel: &'a Channel<Vec<Completion>>,
@@ -171,23 +187,12 @@ impl Writer<'_> {
 
     /// Copies between two lists of runs with as many bytes.
     fn copy_all(&mut self, from: (&[Run], Side), to: (&[Run], Side)) {
-        let (mut f, mut t, mut in_f, mut in_t) = (0, 0, 0, 0);
-        while let (Some(a), Some(b)) = (from.0.get(f), to.0.get(t)) {
-            let mut len = (a.len - in_f).min(b.len - in_t);
-            if self.scratch.program.is_some() {
-                len = len.min(shader::MOST);
-                self.read((a, in_f), (b, in_t), len);
-            } else {
-                self.copy((a, from.1), (b, to.1), (in_f, in_t), len);
-            }
-            (in_f, in_t) = (in_f + len, in_t + len);
-            if in_f == a.len {
-                (f, in_f) = (f + 1, 0);
-            }
-            if in_t == b.len {
-                (t, in_t) = (t + 1, 0);
-            }
-        }
+        pairs(from.0, to.0, |(a, in_a), (b, in_b), len| match self.scratch.program {
+            Some(_) => (0..len).step_by(shader::MOST as usize).for_each(|at| {
+                self.read((a, in_a + at), (b, in_b + at), (len - at).min(shader::MOST));
+            }),
+            None => self.copy((a, from.1), (b, to.1), (in_a, in_b), len),
+        });
     }
 
     /// Has the program read a part of device memory by its address, after all that was written down before.
@@ -310,8 +315,7 @@ impl Parts {
     }
 
     /// The runs behind a part of host memory, which is registered.
-    pub fn host(&self, host: &HostSlice, at: u64, len: u64, into: &mut Vec<Run>) -> Result<(), OpError> {
-        let range = host.iova().and_then(|span| span.sub(at, len));
+    pub fn host(&self, range: Option<Span<Iova>>, into: &mut Vec<Run>) -> Result<(), OpError> {
         let found = range.is_some_and(|range| {
             self.importer.imported().resolve(range, |buffer, offset, address, len| {
                 into.push(Run { buffer: buffer.clone(), offset, address, len, behind: None });
@@ -353,14 +357,14 @@ fn write(
             let writes = *direction == Direction::FromHost;
             all(rows(shape, host.slice.len() as u64)
                 .try_for_each(|(in_host, in_device, len)| {
-                    parts.host(host, in_host, len, host_runs)?;
+                    parts.host(host.iova().and_then(|span| span.sub(in_host, len)), host_runs)?;
                     parts.device(advance(*at, in_device), len, writes, device_runs)
                 })
                 .map(|()| copies(*direction, writer, host_runs, device_runs)))
         }
         Work::Gather(g) => {
             for host in &g.host {
-                if let Err(e) = parts.host(host, 0, host.slice.len() as u64, host_runs) {
+                if let Err(e) = parts.host(host.iova(), host_runs) {
                     return (0, Err(e));
                 }
             }

@@ -1,37 +1,30 @@
 //! The address space of a GPU with sparse binding: a sparse buffer for each range that is reserved, whose address is
 //! the GPU's, over memory that is bound to it page by page.
 //!
-//! A VM of a format with the same page size checks each bind and knows what is bound. `vkQueueBindSparse` mirrors its
-//! bindings.
+//! One table says what is bound, piece by piece. A batch becomes changes of it, and `vkQueueBindSparse` makes the same
+//! changes in the driver.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
-use dmalane_iopt::{FormatId, HeapTables};
-use dmalane_vm::{AnyVm, BindRequest, Bo, any_vm};
+use dmalane_vm::BindRequest;
 
 use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, SparseBind, Timeline};
-use crate::memory::{Area, Areas, GpuMemory};
+use crate::memory::{Area, GpuMemory};
 
 /// Timeout of a bind by the driver.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Ranges start at multiples of this.
 const LARGE: PageSize = PageSize::SIZE_2M;
-/// Addresses that all formats of the VM have.
-const ADDRESSES: u64 = 1 << 47;
 
 /// Sparse buffers and their bindings.
 pub(crate) struct SparseMap {
     granule: PageSize,
-    /// The upper bits of all addresses of sparse buffers, which drivers take from one half of the address space. What
-    /// is below them, all of the state here, is without; see [`SparseMap::turn`].
-    high: u64,
     timeline: Arc<Timeline>,
     state: Mutex<State>,
     /// Read while commands are written down and sent that use what is bound, written while that changes; locked before
@@ -45,23 +38,36 @@ pub(crate) struct SparseMap {
 }
 
 struct State {
-    vm: Box<dyn AnyVm + Send>,
     /// The reserved ranges, by first address. No two are adjacent.
     windows: BTreeMap<u64, Window>,
     /// The value of the last bind.
     last: u64,
-    /// The ranges that the driver has bound or, after a call that failed, may have: no fewer than it has.
-    bound: Ranges<Behind>,
-    /// Ranges of `bound` that the process-wide number has, where the driver's are limited.
-    counted: u64,
+    /// What the driver has bound or, after a call that failed, may have: no fewer pieces than it has.
+    bound: Pieces,
+    /// Memory that may be bound where a call failed, besides what `bound` says, until the range is released: at which
+    /// address.
+    doubtful: Vec<(u64, Arc<Area>)>,
+}
+
+/// Pieces of the address space, by first address; no two overlap.
+type Pieces = BTreeMap<u64, Piece>;
+
+/// A range of addresses.
+#[derive(Clone)]
+struct Piece {
+    len: u64,
+    /// What is bound there; of a change, `None` unbinds.
+    memory: Option<Behind>,
 }
 
 /// Memory that is bound, which nothing frees while it is.
 #[derive(Clone)]
 struct Behind {
     area: Arc<Area>,
-    /// Memory that may be bound instead: that of binds that failed.
-    or: Vec<Arc<Area>>,
+    /// The card address of the first byte.
+    at: u64,
+    /// None, where the driver may have something else bound.
+    access: Access,
 }
 
 /// Ranges that the drivers of this process hold bound, for all its GPUs in software: these bind with an `mmap` each and
@@ -106,158 +112,73 @@ struct Window {
     offset: u64,
 }
 
-impl Window {
-    fn contains(&self, at: u64) -> bool {
-        (self.range.first().bits()..=self.range.last().bits()).contains(&at)
-    }
-}
-
 /// The range that an address lies in.
 fn window_at(windows: &BTreeMap<u64, Window>, at: u64) -> Option<&Window> {
-    windows.range(..=at).next_back().map(|(_, window)| window).filter(|window| window.contains(at))
+    let (_, window) = windows.range(..=at).next_back()?;
+    Some(window).filter(|window| window.range.contains(DeviceVa::new(at)))
 }
 
-/// True when the driver has bound something in a range.
-fn is_bound(bound: &Ranges<Behind>, at: u64, len: u64) -> bool {
-    let before = bound.range(..at + len).next_back();
-    before.is_some_and(|(first, (bound, _))| first + bound > at)
+/// The pieces that overlap a range.
+fn overlapping(pieces: &Pieces, first: u64, end: u64) -> impl Iterator<Item = (u64, &Piece)> {
+    let before = pieces.range(..first).next_back().filter(|(at, piece)| *at + piece.len > first);
+    before.into_iter().chain(pieces.range(first..end)).map(|(at, piece)| (*at, piece))
 }
 
-impl State {
-    /// True when all of the span lies in one range that is reserved.
-    fn holds(&self, span: &Span<DeviceVa>) -> bool {
-        window_at(&self.windows, span.first().bits()).is_some_and(|window| window.range.covers(span))
-    }
-
-    /// Ranges that the driver would have bound, at most, after these changes of `touched`: each a range of addresses,
-    /// and whether it is bound.
-    fn count_after(&self, touched: &[Span<DeviceVa>], changes: impl FnOnce(&mut dyn FnMut(u64, u64, bool))) -> u64 {
-        let mut here = BTreeMap::new();
-        for span in touched {
-            let (first, end) = (span.first().bits(), span.last().bits() + 1);
-            here.extend(overlapping(&self.bound, first, end).map(|(at, (len, _))| (*at, (*len, ()))));
+/// Makes two of a piece that reaches across an address.
+fn cut(pieces: &mut Pieces, at: u64) {
+    let Some((first, piece)) = pieces.range_mut(..at).next_back() else { return };
+    let before = at - first;
+    if before < piece.len {
+        let mut rest = piece.clone();
+        rest.len -= before;
+        if let Some(memory) = &mut rest.memory {
+            memory.at += before;
         }
-        let others = self.bound.len() - here.len();
-        changes(&mut |at, len, bound| {
-            forget(&mut here, at, at + len);
-            if bound {
-                here.insert(at, (len, ()));
-            }
-        });
-        (others + here.len()) as u64
+        piece.len = before;
+        pieces.insert(at, rest);
     }
-}
-
-/// Ranges, by first address: the bytes of each, and what belongs to it.
-type Ranges<T> = BTreeMap<u64, (u64, T)>;
-
-/// Those that overlap another range.
-fn overlapping<T>(ranges: &Ranges<T>, first: u64, end: u64) -> impl Iterator<Item = (&u64, &(u64, T))> {
-    let before = ranges.range(..first).next_back().filter(|(at, (len, _))| *at + len > first);
-    before.into_iter().chain(ranges.range(first..end))
 }
 
 /// Takes what lies in a range out; what reaches out of it is cut.
-fn forget<T: Clone>(ranges: &mut Ranges<T>, first: u64, end: u64) {
-    let starts: Vec<u64> = overlapping(ranges, first, end).map(|(at, _)| *at).collect();
-    for at in starts {
-        let Some((len, of)) = ranges.remove(&at) else { continue };
-        if at < first {
-            ranges.insert(at, (first - at, of.clone()));
-        }
-        if at + len > end {
-            ranges.insert(end, (at + len - end, of));
-        }
-    }
+fn take(pieces: &mut Pieces, first: u64, end: u64) -> impl Iterator<Item = Piece> {
+    cut(pieces, first);
+    cut(pieces, end);
+    let inside: Vec<u64> = pieces.range(first..end).map(|(at, _)| *at).collect();
+    inside.into_iter().filter_map(|at| pieces.remove(&at))
 }
 
-/// Notes that a range may have been unbound or, with an area, bound to that, or left as it was. Ranges are cut at its
-/// ends, so that there are no fewer than in any of these cases.
-fn doubt(bound: &mut Ranges<Behind>, first: u64, end: u64, area: Option<&Arc<Area>>) {
-    let there: Vec<(u64, u64)> = overlapping(bound, first, end).map(|(at, (len, _))| (*at, at + len)).collect();
-    let mut next = first;
-    for (start, stop) in there {
-        let Some((_, behind)) = bound.remove(&start) else { continue };
-        let (from, to) = (start.max(first), stop.min(end));
-        if start < from {
-            bound.insert(start, (from - start, behind.clone()));
+/// The same addresses as ranges that are apart from each other: first address, and the one behind the last.
+fn union<'a>(pieces: impl Iterator<Item = (&'a u64, &'a Piece)>) -> Vec<(u64, u64)> {
+    let mut spans: Vec<(u64, u64)> = Vec::new();
+    for (at, piece) in pieces {
+        match spans.last_mut() {
+            Some(last) if last.1 == *at => last.1 += piece.len,
+            _ => spans.push((*at, at + piece.len)),
         }
-        if to < stop {
-            bound.insert(to, (stop - to, behind.clone()));
-        }
-        let mut behind = behind;
-        if let Some(area) = area {
-            if !Arc::ptr_eq(&behind.area, area) && !behind.or.iter().any(|or| Arc::ptr_eq(or, area)) {
-                behind.or.push(area.clone());
-            }
-            if next < from {
-                bound.insert(next, (from - next, Behind { area: area.clone(), or: Vec::new() }));
-            }
-        }
-        bound.insert(from, (to - from, behind));
-        next = to;
     }
-    if let Some(area) = area.filter(|_| next < end) {
-        bound.insert(next, (end - next, Behind { area: area.clone(), or: Vec::new() }));
-    }
+    spans
 }
 
 /// Changes that the driver is given at a time: it makes them while the next ones are looked up. Few of them under test,
 /// so that batches of the tests take several calls.
 const PART: usize = if cfg!(test) { 16 } else { 512 };
 
-/// The changes of a batch, on their way to the driver.
-struct Parts<'a> {
-    map: &'a SparseMap,
-    windows: &'a BTreeMap<u64, Window>,
-    /// The value of the last bind.
-    last: &'a mut u64,
-    /// Those that wait are of ranges that are apart from each other: the driver may make them in any order.
-    changes: Vec<Change>,
-    /// Those that the driver was given, also by a call that failed.
-    sent: usize,
-}
-
-/// A range to bind, or to unbind where it goes nowhere.
-struct Change {
-    at: u64,
-    len: u64,
-    to: Option<To>,
-}
-
-/// A part of memory.
-struct To {
-    area: Arc<Area>,
-    buffer: Arc<Buffer>,
-    offset: u64,
-}
-
 impl SparseMap {
-    /// Finds out in which pages a GPU binds, and where.
+    /// Finds out in which pages a GPU binds.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Arc<Self>, Error> {
-        let unsuitable = |missing: String| Error::Unsuitable { name: gpu.info().name.clone(), missing };
-        let (buffer, granule) = gpu.sparse_buffer(LARGE.bytes())?;
-        let size = [PageSize::SIZE_4K, PageSize::SIZE_16K, PageSize::SIZE_64K]
-            .into_iter()
-            .find(|size| size.bytes() >= granule)
-            .ok_or_else(|| unsuitable("it binds in pages of more than 64 KiB".to_owned()))?;
-        let high = address_of(gpu, &buffer) & !(ADDRESSES - 1);
-        let all = Span::new(DeviceVa::new(size.bytes()), ADDRESSES - size.bytes()).expect("a constant span");
-        let tables = HeapTables::new(CardAddr::new(0));
-        let format = match size {
-            PageSize::SIZE_4K => FormatId::x86_64_4level,
-            PageSize::SIZE_16K => FormatId::arm64_s1_16k,
-            _ => FormatId::arm64_s1_64k,
-        };
-        let vm = any_vm(format, all, None, tables).map_err(|e| unsuitable(e.to_string()))?;
+        let (_, granule) = gpu.sparse_buffer(LARGE.bytes())?;
+        let granule = PageSize::new(granule.max(PageSize::SIZE_4K.bytes())).filter(|page| *page <= LARGE);
+        let granule = granule.ok_or_else(|| {
+            let missing = "it binds in pages of more than 2 MiB".to_owned();
+            Error::Unsuitable { name: gpu.info().name.clone(), missing }
+        })?;
         let held = (gpu.info().kind == "software GPU").then(Held::by_process);
         #[cfg(test)]
         let held = gpu.live().held.get().cloned().or(held);
-        let (windows, bound) = (BTreeMap::new(), BTreeMap::new());
-        let state = State { vm, windows, last: 0, bound, counted: 0 };
+        let state = State { windows: BTreeMap::new(), last: 0, bound: Pieces::new(), doubtful: Vec::new() };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let (state, stays, uses) = (Mutex::new(state), RwLock::new(()), Mutex::default());
-        Ok(Arc::new(Self { granule: size, high, timeline, state, stays, uses, held, gpu: gpu.clone() }))
+        Ok(Arc::new(Self { granule, timeline, state, stays, uses, held, gpu: gpu.clone() }))
     }
 
     /// Bytes of the longest range: a buffer of the driver that its addresses for sparse buffers have room for, less
@@ -280,7 +201,11 @@ impl SparseMap {
         // Longer by one large page, to be cut where it starts; so a gap is left behind each range.
         let asked = whole.checked_add(LARGE.bytes()).ok_or(SpaceError::Exhausted(len))?;
         if whole > self.longest() {
-            return Err(refused(Error::LongRange { len, most: self.longest() }));
+            return Err(refused(Error::Limit(format!(
+                "a range of {len} bytes is longer than the driver's longest sparse buffer (room for {}): open the GPU \
+                 as vulkan:NAME,flat, where a tensor may lie in several",
+                self.longest()
+            ))));
         }
         let mut state = self.lock();
         let free = self.free(&state);
@@ -288,50 +213,17 @@ impl SparseMap {
             return Err(refused(Error::NoAddresses { len, free, most: self.gpu.info().sparse.unwrap_or(0) }));
         }
         let (buffer, _) = self.gpu.sparse_buffer(asked).map_err(driver)?;
-        let base = address_of(&self.gpu, &buffer) ^ self.high;
+        let base = address_of(&self.gpu, &buffer).ok_or(SpaceError::Exhausted(len))?;
         let range = LARGE.round_up(base).and_then(|first| Span::new(DeviceVa::new(first), whole));
-        let range = range.filter(|range| state.vm.range().covers(range)).ok_or(SpaceError::Exhausted(len))?;
+        let range = range.filter(|range| range.last().bits() < u64::MAX).ok_or(SpaceError::Exhausted(len))?;
         let offset = range.first().bits() - base;
         state.windows.insert(range.first().bits(), Window { range, buffer, offset });
-        self.turn(range).ok_or(SpaceError::Exhausted(len))
-    }
-
-    /// The addresses of the device without their upper bits, or those with them.
-    fn turn(&self, span: Span<DeviceVa>) -> Option<Span<DeviceVa>> {
-        let turn = |va: DeviceVa| DeviceVa::new(va.bits() ^ self.high);
-        Span::inclusive(turn(span.first()), turn(span.last()))
-    }
-
-    /// The VM's error with addresses of the device.
-    fn turn_error(&self, mut error: dmalane_vm::Error) -> dmalane_vm::Error {
-        use dmalane_vm::Error::{BeyondBo, Misaligned, MisalignedOffset, Segment, Unsupported};
-        match &mut error {
-            Misaligned { span, .. } => *span = self.turn(*span).unwrap_or(*span),
-            MisalignedOffset { va, .. } | BeyondBo { va, .. } | Segment { va, .. } | Unsupported { va, .. } => {
-                *va = DeviceVa::new(va.bits() ^ self.high)
-            }
-            _ => {} // the others cannot happen in a range that is reserved, or name no address
-        }
-        error
-    }
-
-    /// Addresses of the device that lie in one reserved range, without their upper bits.
-    fn inside(&self, span: Span<DeviceVa>) -> Result<Span<DeviceVa>, SpaceError> {
-        self.turn(span).filter(|span| self.lock().holds(span)).ok_or(SpaceError::NotReserved(span))
+        Ok(range)
     }
 
     #[cfg(test)]
     pub fn shares_limit_with(&self, other: &Self) -> bool {
         self.held.as_ref().zip(other.held.as_ref()).is_some_and(|(one, other)| Arc::ptr_eq(one, other))
-    }
-
-    /// Has the process-wide number follow what is bound.
-    fn recount(&self, state: &mut State) {
-        if let Some(held) = &self.held {
-            let now = state.bound.len() as u64;
-            held.replace(state.counted, now);
-            state.counted = now;
-        }
     }
 
     /// The pages in which it is bound.
@@ -387,26 +279,20 @@ impl SparseMap {
         writes: bool,
         mut each: impl FnMut(&Arc<Buffer>, u64, CardAddr, u64),
     ) -> Result<(), DeviceVa> {
-        let span = Span::new(va, len).and_then(|span| self.turn(span));
         let state = self.lock();
-        let Some(span) = span.filter(|span| state.holds(span)) else { return Err(va) };
-        let window = window_at(&state.windows, span.first().bits()).ok_or(va)?;
-        let mut next = Some(span.first());
-        state.vm.mapping(span, &mut |mapped| {
-            let here = mapped.span;
-            let permitted = mapped.access.contains(if writes { Access::WRITE } else { Access::READ });
-            if next != Some(here.first()) || !permitted {
-                return ControlFlow::Break(());
-            }
-            let within = here.first().bits() - window.range.first().bits();
-            each(&window.buffer, window.offset + within, mapped.to, here.len());
-            next = here.last().checked_add(1);
-            ControlFlow::Continue(())
-        });
-        match next {
-            Some(at) if at <= span.last() => Err(DeviceVa::new(at.bits() ^ self.high)),
-            _ => Ok(()),
+        let (first, span) = (va.bits(), Span::new(va, len).ok_or(va)?);
+        let window = window_at(&state.windows, first).filter(|window| window.range.covers(&span)).ok_or(va)?;
+        let needs = if writes { Access::WRITE } else { Access::READ };
+        let (mut next, end) = (first, first + len);
+        for (at, piece) in overlapping(&state.bound, first, end) {
+            let memory = piece.memory.as_ref().filter(|memory| at <= next && memory.access.contains(needs));
+            let Some(memory) = memory else { break };
+            let here = end.min(at + piece.len) - next;
+            let offset = window.offset + (next - window.range.first().bits());
+            each(&window.buffer, offset, CardAddr::new(memory.at + (next - at)), here);
+            next += here;
         }
+        if next == end { Ok(()) } else { Err(DeviceVa::new(next)) }
     }
 
     fn wait(&self, value: u64) -> Result<(), Error> {
@@ -419,10 +305,10 @@ impl SparseMap {
 }
 
 /// The first address of a sparse buffer.
-fn address_of(gpu: &Gpu, buffer: &Buffer) -> u64 {
-    let base = buffer.device_address().unwrap_or_default();
+fn address_of(gpu: &Gpu, buffer: &Buffer) -> Option<u64> {
+    let base = buffer.device_address();
     #[cfg(test)]
-    let base = base + gpu.live().high.load(std::sync::atomic::Ordering::Relaxed);
+    let base = base.map(|base| base + gpu.live().high.load(Ordering::Relaxed));
     let _ = gpu;
     base
 }
@@ -481,79 +367,43 @@ impl AddressSpace for SparseSpace {
     }
 
     fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
-        let low = self.map.inside(range)?;
-        if self.map.lock().windows.get(&low.first().bits()).is_none_or(|window| window.range != low) {
+        let first = range.first().bits();
+        if self.map.lock().windows.get(&first).is_none_or(|window| window.range != range) {
             return Err(SpaceError::NotReserved(range));
         }
         self.apply(&[BindRequest::Unbind(range)])?;
         // A bind that was sent and not seen to end may still use the buffer.
         let last = self.map.lock().last;
         self.map.wait(last).map_err(|e| SpaceError::Invalidate(Box::new(e)))?;
+        let mut state = self.map.lock();
+        state.doubtful.retain(|(at, _)| !range.contains(DeviceVa::new(*at)));
         // Commands that use the buffer, and ended with an error since, keep it.
-        self.map.lock().windows.remove(&low.first().bits());
+        state.windows.remove(&first);
         Ok(())
     }
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
         let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.map.lock();
-        let (mut touched, mut more) = (Vec::with_capacity(requests.len()), 0);
-        let mut low = Vec::with_capacity(requests.len());
-        let areas = self.memory.areas();
-        for request in requests {
-            let span = match request {
-                BindRequest::Bind { va, bo, offset, len, .. } => {
-                    let counted = pieces(&areas, bo, *offset, *len, |_| more += 1);
-                    counted.map_err(|at| refused(Error::NotAllocated(at)))?;
-                    Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?
-                }
-                BindRequest::Unbind(span) => *span,
-                BindRequest::Prefetch(_) => continue,
-                _ => return Err(refused(Error::NoSuchBind)),
-            };
-            more += 1; // what it cuts in two
-            let span = self.map.turn(span).filter(|low| state.holds(low)).ok_or(SpaceError::NotReserved(span))?;
-            touched.push(span);
-            low.push(match request {
-                BindRequest::Bind { bo, offset, len, access, .. } => {
-                    let (bo, offset, len, access) = (bo.clone(), *offset, *len, *access);
-                    BindRequest::Bind { va: span.first(), bo, offset, len, access }
-                }
-                _ => BindRequest::Unbind(span),
-            });
+        let changes = self.changes(&state, requests)?;
+        let spans = union(changes.iter());
+        let before = state.bound.len();
+        let more = count_after(&state.bound, &changes, &spans).saturating_sub(before);
+        if let Some(held) = self.map.held.as_ref().filter(|_| more > 0) {
+            let counted = held.add(more as u64);
+            counted.map_err(|wanted| {
+                refused(Error::Limit(format!(
+                    "the driver holds {} sparse bindings at most, and there would be {wanted} (unbinding the middle of \
+                     a range leaves two)",
+                    held.limit
+                )))
+            })?;
         }
-        drop(areas);
-        let touched = union(touched);
-        let mut tight = false;
+        let made = make(&self.map, &mut state, changes, &spans);
         if let Some(held) = &self.map.held {
-            let after = state.bound.len() as u64 + more;
-            let added = held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|_| {
-                tight = true;
-                // Counted exactly now. What takes no more than there is stays possible: the way back from the limit.
-                let after = state.count_after(&touched, |each| count(&self.memory.areas(), &low, each));
-                held.add(after.saturating_sub(state.counted)).map(|()| after).or_else(|wanted| {
-                    let grows = after > state.counted;
-                    if grows { Err(Error::TooManyBinds { wanted, limit: held.limit }) } else { Ok(after) }
-                })
-            });
-            state.counted = added.map_err(refused)?.max(state.counted);
+            held.replace((before + more) as u64, state.bound.len() as u64);
         }
-        let applied = state.vm.apply(low, false);
-        if applied.is_err() {
-            self.map.recount(&mut state);
-        }
-        let committed = applied.map_err(|e| self.map.turn_error(e.error))?;
-        // The VM's tables are looked at under the lock only: nothing else has to forget them.
-        state.vm.invalidated(committed);
-        let mirrored = mirror(&self.map, &self.memory, &mut state, &touched, tight);
-        self.map.recount(&mut state);
-        if let Err(e) = mirrored {
-            // Nothing of it may be used, whatever the driver has done.
-            let nothing = touched.iter().map(|span| BindRequest::Unbind(*span)).collect();
-            let undone = state.vm.apply(nothing, false).map_err(|e| self.map.turn_error(e.error))?;
-            state.vm.invalidated(undone);
-            return Err(e);
-        }
+        made?;
         drop(state);
         self.observer.see(requests);
         Ok(())
@@ -569,79 +419,77 @@ impl AddressSpace for SparseSpace {
     }
 }
 
-/// Calls `each` with the bytes of each piece of a buffer's range that the driver binds on its own.
-///
-/// # Errors
-/// The first address where nothing is allocated.
-fn pieces(areas: &Areas, bo: &Bo, offset: u64, len: u64, mut each: impl FnMut(u64)) -> Result<(), CardAddr> {
-    let runs = offset.checked_add(len).and_then(|end| bo.sg().runs(offset..end));
-    runs.into_iter().flatten().try_for_each(|run| areas.resolve(run.addr, run.len, |_, _, _, _, len| each(len)))
-}
-
-/// Calls `each` with the changes that requests make: first address, bytes, and whether they are bound.
-fn count(areas: &Areas, requests: &[BindRequest], each: &mut dyn FnMut(u64, u64, bool)) {
-    for request in requests {
-        match request {
-            BindRequest::Bind { va, bo, offset, len, .. } => {
-                let mut at = va.bits();
-                // Where nothing is allocated, the request was refused before.
-                let _ = pieces(areas, bo, *offset, *len, |len| {
-                    each(at, len, true);
-                    at += len;
-                });
+impl SparseSpace {
+    /// The changes that requests make, in the end.
+    fn changes(&self, state: &State, requests: &[BindRequest]) -> Result<Pieces, SpaceError> {
+        let (page, areas) = (self.map.granule, self.memory.areas());
+        let mut changes = Pieces::new();
+        for request in requests {
+            let span = match request {
+                BindRequest::Bind { va, len, .. } => Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?,
+                BindRequest::Unbind(span) => *span,
+                BindRequest::Prefetch(_) => continue,
+                _ => return Err(refused(Error::NoSuchBind)),
+            };
+            let (first, last) = (span.first().bits(), span.last().bits());
+            if !window_at(&state.windows, first).is_some_and(|window| window.range.covers(&span)) {
+                return Err(SpaceError::NotReserved(span));
             }
-            BindRequest::Unbind(span) => each(span.first().bits(), span.len(), false),
-            _ => {} // refused before
-        }
-    }
-}
-
-/// The same addresses as spans that are apart from each other, in order.
-fn union(mut spans: Vec<Span<DeviceVa>>) -> Vec<Span<DeviceVa>> {
-    spans.sort_by_key(|span| span.first());
-    let mut joined: Vec<Span<DeviceVa>> = Vec::new();
-    for span in spans {
-        match joined.last_mut() {
-            Some(last) if last.last().checked_add(1).is_none_or(|next| span.first() <= next) => {
-                *last = Span::inclusive(last.first(), last.last().max(span.last())).expect("in order");
+            let (mut at, end) = (first, last + 1);
+            take(&mut changes, at, end).for_each(drop);
+            let mut whole = span.is_aligned(page);
+            if let BindRequest::Bind { bo, offset, len, access, .. } = request {
+                let runs = offset.checked_add(*len).and_then(|end| bo.sg().runs(*offset..end));
+                for run in runs.into_iter().flatten() {
+                    whole &= (run.addr.bits() | run.len).is_multiple_of(page.bytes());
+                    let found = areas.resolve(run.addr, run.len, |area, _, _, card, len| {
+                        let memory = Some(Behind { area: area.clone(), at: card, access: *access });
+                        changes.insert(at, Piece { len, memory });
+                        at += len;
+                    });
+                    found.map_err(|at| refused(Error::NotAllocated(at)))?;
+                }
+                whole &= at == end;
+            } else {
+                changes.insert(at, Piece { len: end - at, memory: None });
             }
-            _ => joined.push(span),
+            if !whole {
+                return Err(refused(Error::NotPages { span, page }));
+            }
         }
+        Ok(changes)
     }
-    joined
 }
 
-/// The holes that the driver gets first where something was bound: where the VM has nothing now, or `all` of the spans,
-/// also what is bound anew afterwards. In order, and apart from each other.
-fn holes(vm: &dyn AnyVm, bound: &Ranges<Behind>, spans: &[Span<DeviceVa>], all: bool) -> Vec<(u64, u64)> {
-    let mut holes = Vec::new();
-    for span in spans {
-        let (mut next, end) = (span.first().bits(), span.last().bits() + 1);
-        if !is_bound(bound, next, end - next) {
-            continue;
+/// True when something is bound in a range.
+fn is_bound(bound: &Pieces, (first, end): (u64, u64)) -> bool {
+    overlapping(bound, first, end).next().is_some()
+}
+
+/// Pieces that the driver has bound after changes of these spans.
+fn count_after(bound: &Pieces, changes: &Pieces, spans: &[(u64, u64)]) -> usize {
+    let mut count = bound.len() + changes.values().filter(|piece| piece.memory.is_some()).count();
+    for (first, end) in spans {
+        for (at, piece) in overlapping(bound, *first, *end) {
+            match (at < *first, at + piece.len > *end) {
+                (true, true) => count += 1,
+                (false, false) => count -= 1,
+                _ => {}
+            }
         }
-        if !all {
-            vm.mapping(*span, &mut |mapped| {
-                holes.push((next, mapped.span.first().bits()));
-                next = mapped.span.last().bits() + 1;
-                ControlFlow::Continue(())
-            });
-        }
-        holes.push((next, end));
     }
-    holes.retain(|(first, end)| first < end && is_bound(bound, *first, end - first));
-    holes
+    count
 }
 
 /// Extends holes that are about to be made up to what stays bound on both sides, or to the ends of the reserved range.
 /// A driver that maps gives each unbind a mapping of its own, which it keeps until something else is mapped there.
-fn whole_holes(windows: &BTreeMap<u64, Window>, bound: &Ranges<Behind>, holes: &[(u64, u64)]) -> Vec<(u64, u64)> {
+fn whole_holes(windows: &BTreeMap<u64, Window>, bound: &Pieces, holes: &[(u64, u64)]) -> Vec<(u64, u64)> {
     let mut whole: Vec<(u64, u64)> = Vec::new();
     for &(first, end) in holes {
         let Some(window) = window_at(windows, first) else { continue }; // all were found in one
         let (low, high) = (window.range.first().bits(), window.range.last().bits() + 1);
-        let before = bound.range(..first).next_back().map_or(low, |(at, (len, _))| (at + len).clamp(low, first));
-        let last = bound.range(..end).next_back().filter(|(at, (len, _))| *at + len > end);
+        let before = bound.range(..first).next_back().map_or(low, |(at, piece)| (at + piece.len).clamp(low, first));
+        let last = bound.range(..end).next_back().filter(|(at, piece)| *at + piece.len > end);
         let after = last.map_or_else(|| bound.range(end..).next().map_or(high, |(at, _)| high.min(*at)), |_| end);
         match whole.last_mut() {
             // Nothing between them stays.
@@ -649,114 +497,95 @@ fn whole_holes(windows: &BTreeMap<u64, Window>, bound: &Ranges<Behind>, holes: &
             _ => whole.push((before, after)),
         }
     }
-    // Those that cut a range in two come last: there are never more ranges meanwhile than before or after all of them.
-    whole.sort_by_key(|(first, end)| bound.range(..first).next_back().is_some_and(|(at, (len, _))| at + len > *end));
+    // Those that cut a piece in two come last: there are never more pieces meanwhile than before or after all of them.
+    whole.sort_by_key(|(first, end)| overlapping(bound, *first, *end).next().is_some_and(|(at, _)| at < *first));
     whole
 }
 
-/// Makes the driver bind in these spans what the VM has there, and unbind the rest first. Waits if it takes something
-/// away. `tight`: the limit allows as many binds as there are before and after, and no more meanwhile.
-fn mirror(
-    map: &SparseMap,
-    memory: &GpuMemory,
-    state: &mut State,
-    touched: &[Span<DeviceVa>],
-    tight: bool,
-) -> Result<(), SpaceError> {
-    let State { vm, windows, bound, last, .. } = state;
-    let takes_away = touched.iter().any(|span| is_bound(bound, span.first().bits(), span.len()));
-    let mut parts = Parts { map, windows, last, changes: Vec::new(), sent: 0 };
+/// Makes the driver make changes, those that take something away first, and waits for these.
+fn make(map: &SparseMap, state: &mut State, changes: Pieces, spans: &[(u64, u64)]) -> Result<(), SpaceError> {
+    let State { windows, last, bound, doubtful } = state;
+    let holes: Vec<(u64, u64)> = match &map.held {
+        // All of the spans, so that there are never more pieces meanwhile than the limit allows.
+        Some(_) => spans.to_vec(),
+        // Other drivers take time for each page that they unbind.
+        None => union(changes.iter().filter(|(_, piece)| piece.memory.is_none())),
+    };
+    let mut holes: Vec<_> = holes.into_iter().filter(|hole| is_bound(bound, *hole)).collect();
+    let takes_away = spans.iter().any(|span| is_bound(bound, *span));
+    if map.held.is_some() {
+        holes = whole_holes(windows, bound, &holes);
+    }
+    let unbind = |(first, end)| (first, Piece { len: end - first, memory: None });
+    let unbinds: Vec<_> = holes.into_iter().map(unbind).collect();
+    let binds: Vec<_> = changes.into_iter().filter(|(_, piece)| piece.memory.is_some()).collect();
+    let mut sent = 0;
     let done = (|| {
-        map.gpu.check()?;
         if takes_away {
-            map.unused()?;
-            let holes = holes(&**vm, bound, touched, tight);
-            // Only where it is needed: other drivers take time for each page that they unbind.
-            let holes = if map.held.is_some() { whole_holes(windows, bound, &holes) } else { holes };
-            for (at, end) in holes {
-                parts.changes.push(Change { at, len: end - at, to: None });
-                parts.send_whole()?;
-            }
-            // Binds of the same ranges may follow, which a call of their own puts behind these.
-            parts.send()?;
+            map.gpu.check().map_err(Error::from).and_then(|()| map.unused())?;
         }
-        for span in touched {
-            let mut failed = None;
-            vm.mapping(*span, &mut |mapped| {
-                let (at, len) = (mapped.span.first().bits(), mapped.span.len());
-                let found = memory.areas().resolve(mapped.to, len, |area, buffer, offset, address, len| {
-                    let to = Some(To { area: area.clone(), buffer: buffer.clone(), offset });
-                    parts.changes.push(Change { at: at + (address - mapped.to.bits()), len, to });
-                });
-                let sent = found.map_err(Error::NotAllocated).and_then(|()| parts.send_whole());
-                failed = sent.err();
-                if failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-            });
-            failed.map_or(Ok(()), Err)?;
+        // Binds of ranges that are unbound first are in a call of their own, which comes behind that.
+        for part in unbinds.chunks(PART).chain(binds.chunks(PART)) {
+            sent += part.len();
+            map.send(windows, last, part)?;
         }
-        parts.send()?;
-        if takes_away { map.wait(*parts.last) } else { Ok(()) }
+        if takes_away { map.wait(*last) } else { Ok(()) }
     })();
-    let Parts { mut changes, sent, .. } = parts;
-    if let Err(e) = done {
-        // The driver may have done all of it, some, or nothing. Whatever it was given, also by a call that failed, is
-        // counted and kept until it is unbound or bound over, which is waited for.
-        changes.truncate(sent);
-        for Change { at, len, to } in changes {
-            doubt(bound, at, at + len, to.as_ref().map(|to| &to.area));
-        }
-        return Err(match takes_away {
-            true => SpaceError::Invalidate(Box::new(e)),
-            false => driver(e),
-        });
-    }
-    for Change { at, len, to } in changes {
+    let Err(e) = done else {
         // The pages that are taken away were waited for.
-        forget(bound, at, at + len);
-        if let Some(To { area, .. }) = to {
-            bound.insert(at, (len, Behind { area, or: Vec::new() }));
+        for (at, piece) in unbinds.into_iter().chain(binds) {
+            take(bound, at, at + piece.len).for_each(drop);
+            if piece.memory.is_some() {
+                bound.insert(at, piece);
+            }
+        }
+        return Ok(());
+    };
+    // The driver may have done all of it, some, or nothing. Whatever it was given, also by a call that failed, is
+    // counted and kept until it is unbound or bound over, which is waited for; and nothing of it is used.
+    for (at, piece) in unbinds.into_iter().chain(binds).take(sent) {
+        let end = at + piece.len;
+        if piece.memory.is_some() {
+            doubtful.extend(take(bound, at, end).filter_map(|piece| Some((at, piece.memory?.area))));
+            bound.insert(at, piece);
+        } else {
+            cut(bound, at);
+            cut(bound, end);
         }
     }
-    Ok(())
+    for &(first, end) in spans {
+        cut(bound, first);
+        cut(bound, end);
+        for memory in bound.range_mut(first..end).filter_map(|(_, piece)| piece.memory.as_mut()) {
+            memory.access = Access::empty();
+        }
+    }
+    Err(if takes_away { SpaceError::Invalidate(Box::new(e)) } else { driver(e) })
 }
 
-impl Parts<'_> {
-    /// Gives the driver what is waiting, if it is a whole part.
-    fn send_whole(&mut self) -> Result<(), Error> {
-        if self.changes.len() - self.sent >= PART { self.send() } else { Ok(()) }
-    }
-
-    /// Gives the driver what is waiting.
-    fn send(&mut self) -> Result<(), Error> {
-        let Self { map, windows, .. } = *self;
-        map.gpu.check()?;
-        let part = &self.changes[self.sent..];
-        if part.is_empty() {
-            return Ok(());
-        }
+impl SparseMap {
+    /// Gives the driver changes of ranges that are apart from each other: it may make them in any order.
+    fn send(&self, windows: &BTreeMap<u64, Window>, last: &mut u64, part: &[(u64, Piece)]) -> Result<(), Error> {
+        self.gpu.check()?;
         // By sparse buffer; most batches have one.
         let mut all: Vec<(Arc<Buffer>, Vec<SparseBind<'_>>)> = Vec::new();
-        let mut window: Option<&Window> = None;
-        for Change { at, len, to } in part {
-            if window.is_none_or(|window| !window.contains(*at)) {
-                window = window_at(windows, *at);
-            }
-            let Some(window) = window else { continue }; // all were found in one
-            let at = at - window.range.first().bits() + window.offset;
-            let memory = to.as_ref().map(|to| (&**to.buffer.memory().expect("device memory has memory"), to.offset));
-            let bind = SparseBind { at, len: *len, memory };
+        for (at, Piece { len, memory }) in part {
+            let Some(window) = window_at(windows, *at) else { continue }; // all were found in one
+            let memory = memory.as_ref().map(|memory| {
+                let (buffer, offset) = memory.area.chunk_at(memory.at);
+                (&**buffer.memory().expect("device memory has memory"), offset)
+            });
+            let bind = SparseBind { at: at - window.range.first().bits() + window.offset, len: *len, memory };
             match all.iter_mut().find(|(buffer, _)| Arc::ptr_eq(buffer, &window.buffer)) {
                 Some((_, binds)) => binds.push(bind),
                 None => all.push((window.buffer.clone(), vec![bind])),
             }
         }
-        let value = *self.last + 1;
-        let done = map.gpu.bind_sparse(&all, &map.timeline, value);
-        drop(all);
-        self.sent = self.changes.len();
+        let value = *last + 1;
+        let done = self.gpu.bind_sparse(&all, &self.timeline, value);
         // A call that finds the device lost may have sent it.
         if done.is_ok() || done.is_err_and(|e| e.is_lost()) {
-            *self.last = value;
+            *last = value;
         }
         Ok(done?)
     }
@@ -776,7 +605,7 @@ impl Drop for SparseMap {
         }
         if let Some(held) = &self.held {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            held.replace(state.counted, 0);
+            held.replace(state.bound.len() as u64, 0);
         }
     }
 }

@@ -33,7 +33,7 @@ GUEST = (
 )
 # Packages and targets, with the tests of them that use a GPU.
 TESTS = {
-    ("dmalane-vulkan", "dmalane_vulkan"): None, ("dmalane-vulkan", "it"): None, ("dmalane-cli", "it"): "gpu::vulkan",
+    ("dmalane-vulkan", "dmalane_vulkan"): None, ("dmalane-cli", "it"): "gpu::vulkan",
     ("dmalane-capi", "capi"): "on_a_gpu", ("dmalane", "it"): "devices::every_kind",
 }  # fmt: skip
 

@@ -5,13 +5,12 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use dmalane_addr::CardAddr;
 use dmalane_device::{DriverCopies, DriverCopy, NoIommu};
-use dmalane_queue::{Direction, OpError, Refusal, Registered};
+use dmalane_queue::{DeviceAddr, Direction, Refusal, Registered};
 
 use super::RawHandle;
 use super::context::Context;
-use super::ranges::{RangeKind, check};
+use super::ranges::check_use;
 use crate::Error;
 
 /// A stream for each direction; that of copies to the host is the last.
@@ -42,9 +41,8 @@ impl BackToBack {
         for copy in copies {
             copy.check(&self.registrar)?;
             let here = copy.address().ok_or(Refusal::NotRegistered)?;
-            let (at, len, writes) = (copy.at.bits(), copy.len as usize, copy.direction == Direction::FromHost);
-            check(&mapped, at, copy.len, RangeKind::Memory, writes)
-                .map_err(|bad| OpError::NoCardMemory(CardAddr::new(bad)))?;
+            let (at, len) = (copy.at.bits(), copy.len as usize);
+            check_use(&mapped, DeviceAddr::Card(copy.at), copy.len, copy.direction == Direction::FromHost)?;
             let [up, down] = self.streams[..] else { continue };
             match copy.direction {
                 Direction::FromHost => call!(driver.to_device(at, here as *const c_void, len, up.0)),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 
 use super::context::Context;
-use super::ranges::{Range, RangeKind, chunk_at};
+use super::ranges::{Range, page_at};
 use crate::Error;
 
 /// Addresses where pages of memory are bound without an address space of this crate.
@@ -23,7 +23,7 @@ impl PlainBinds {
     pub(crate) fn new(context: &Arc<Context>, memory: Span<CardAddr>, page: PageSize) -> Result<Self, Error> {
         let (driver, _current) = (context.driver, context.current()?);
         let (mut at, page) = (0, page.bytes());
-        may_call!(driver.address_reserve(&raw mut at, memory.len() as usize, 0, 0, 0))?;
+        call!(driver.address_reserve(&raw mut at, memory.len() as usize, 0, 0, 0))?;
         let bound = vec![false; (memory.len() / page) as usize];
         Ok(Self { context: context.clone(), memory, page, at, bound })
     }
@@ -43,12 +43,10 @@ impl PlainBinds {
         let at = self.at + first * self.page;
         for (i, page) in pages.iter().enumerate() {
             let from = page.checked_mul(self.page).and_then(|at| self.memory.sub(at, self.page));
-            let chunk =
-                from.and_then(|from| chunk_at(&self.context.mapped(), from.first().bits(), from.last().bits() + 1));
-            let to = at + i as u64 * self.page;
-            let (handle, _) = chunk.ok_or(Error::NotAllocated(page.saturating_mul(self.page)))?;
+            let from = from.ok_or(Error::NotAllocated(page.saturating_mul(self.page)))?.first().bits();
+            let (handle, to) = (page_at(&self.context.mapped(), from, self.page)?, at + i as u64 * self.page);
             let free = self.bound.get_mut(first as usize + i).filter(|bound| !**bound).ok_or(Error::Mapped(to))?;
-            may_call!(driver.map(to, self.page as usize, 0, handle, 0))?;
+            call!(driver.map(to, self.page as usize, 0, handle, 0))?;
             *free = true;
         }
         self.context.set_access(at, pages.len() as u64 * self.page, true)
@@ -64,7 +62,7 @@ impl PlainBinds {
         let pages = end.and_then(|end| self.bound.get_mut(first as usize..end));
         let pages = pages.filter(|pages| pages.iter().all(|bound| *bound));
         let pages = pages.ok_or(Error::NotAllocated(self.at.saturating_add(first.saturating_mul(self.page))))?;
-        may_call!(driver.unmap(self.at + first * self.page, (count * self.page) as usize))?;
+        call!(driver.unmap(self.at + first * self.page, (count * self.page) as usize))?;
         pages.fill(false);
         Ok(())
     }
@@ -77,8 +75,7 @@ impl PlainBinds {
         if let Some(missing) = self.bound.iter().position(|bound| !bound) {
             return Err(Error::NotAllocated(self.at + missing as u64 * self.page));
         }
-        let (len, kind, handles) = (self.memory.len(), RangeKind::Bound, Vec::new());
-        let range = Range { len, kind, writable: false, handles, chunk: 0, closed: false };
+        let range = Range { len: self.memory.len(), handle: None, writable: false, closed: false };
         self.context.mapped_mut().insert(self.at, range);
         let seen = look(DeviceVa::new(self.at));
         self.context.mapped_mut().remove(&self.at);
@@ -95,7 +92,7 @@ impl Drop for PlainBinds {
         }
         let (context, driver) = (&self.context, self.context.driver);
         if let Ok(_current) = context.current_to_undo() {
-            let _ = may_call!(driver.address_free(self.at, self.memory.len() as usize));
+            let _ = call!(driver.address_free(self.at, self.memory.len() as usize));
         }
     }
 }

@@ -29,7 +29,7 @@ impl Registered {
         let outside = range.start >= range.end || range.end > buffer.len();
         let (first, len) = (buffer.address() + range.start, range.len());
         if outside {
-            return Err(Error::Range { range, len: buffer.len() });
+            return Err(Error::Unsupported("host memory beyond the end of its buffer"));
         }
         let driver = context.driver;
         let mut registered = lock(&driver.registered);
@@ -88,7 +88,7 @@ impl PinnedMemory {
             }
             _ => {
                 let _ = call!(driver.host_free(at));
-                Err(Error::HostMemory { len, at: at.addr() })
+                Err(Error::Unsupported("host memory of whole pages (cuMemHostAlloc)"))
             }
         }
     }

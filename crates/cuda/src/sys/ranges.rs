@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use dmalane_addr::{CardAddr, DeviceVa};
-use dmalane_queue::{DeviceAddr, OpError};
+use dmalane_queue::{DeviceAddr, OpError, QueueAddr};
+
+use crate::Error;
 
 /// Ranges of device addresses that may be used, by their first; no two overlap.
 pub(super) type Mapped = BTreeMap<u64, Range>;
@@ -11,53 +13,11 @@ pub(super) type Mapped = BTreeMap<u64, Range>;
 /// A range of device addresses and its mapping.
 pub(super) struct Range {
     pub(super) len: u64,
-    pub(super) kind: RangeKind,
+    /// The memory that was allocated here; `None` where memory is bound that was allocated elsewhere.
+    pub(super) handle: Option<u64>,
     pub(super) writable: bool,
-    /// The memory, in chunks of `chunk` bytes; empty where the range does not own it.
-    pub(super) handles: Vec<u64>,
-    pub(super) chunk: u64,
     /// It was to be unmapped, and streams did not say that they had ended: nothing may use it any more.
     pub(super) closed: bool,
-}
-
-/// Purpose of a range of device addresses.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum RangeKind {
-    /// Memory that was allocated.
-    Memory,
-    /// Memory that is seen at another address, too.
-    Bound,
-}
-
-/// The handle of the chunk of memory that begins at `at` and ends before `end`, and its length.
-pub(super) fn chunk_at(mapped: &Mapped, at: u64, end: u64) -> Option<(u64, u64)> {
-    let (first, range) = mapped.range(..=at).next_back()?;
-    let offset = at - first;
-    let whole = offset < range.len && offset.is_multiple_of(range.chunk.max(1)) && end - at >= range.chunk;
-    let handle = range.handles.get(usize::try_from(offset / range.chunk.max(1)).ok()?)?;
-    whole.then_some((*handle, range.chunk))
-}
-
-/// The kind of an address, and its number.
-pub(super) fn kind(at: DeviceAddr) -> (RangeKind, u64) {
-    match at {
-        DeviceAddr::Card(at) => (RangeKind::Memory, at.bits()),
-        DeviceAddr::Va(at) => (RangeKind::Bound, at.bits()),
-    }
-}
-
-/// Makes two ranges of one that is bound across `at`. Each of its pages was mapped by a call of its own, so each can be
-/// unmapped alone.
-pub(super) fn cut(mapped: &mut Mapped, at: u64) {
-    let Some((first, range)) = mapped.range_mut(..at).next_back() else { return };
-    let before = at - first;
-    if range.kind != RangeKind::Bound || before >= range.len {
-        return;
-    }
-    let (len, kind) = (range.len - before, RangeKind::Bound);
-    let behind = Range { len, kind, writable: range.writable, handles: Vec::new(), chunk: 0, closed: range.closed };
-    range.len = before;
-    mapped.insert(at, behind);
 }
 
 pub(super) fn overlaps(mapped: &Mapped, at: u64, len: u64) -> bool {
@@ -65,24 +25,32 @@ pub(super) fn overlaps(mapped: &Mapped, at: u64, len: u64) -> bool {
     mapped.range(..last).next_back().is_some_and(|(first, range)| first + range.len > at)
 }
 
-pub(super) fn check(mapped: &Mapped, at: u64, len: u64, kind: RangeKind, write: bool) -> Result<(), u64> {
-    let end = at.checked_add(len).ok_or(at)?;
-    let mut next = at;
+/// The handle of memory that was allocated here as one page.
+pub(super) fn page_at(mapped: &Mapped, at: u64, page: u64) -> Result<u64, Error> {
+    let range = mapped.get(&at).filter(|range| range.len == page && !range.closed);
+    range.and_then(|range| range.handle).ok_or(Error::NotAllocated(at))
+}
+
+/// Checks that a range may be used: memory by its own address, or what is bound. The error is the first address that
+/// may not.
+pub(super) fn check(mapped: &Mapped, at: DeviceAddr, len: u64, write: bool) -> Result<(), u64> {
+    let (mut next, bound) = (at.bits(), matches!(at, DeviceAddr::Va(_)));
+    let end = next.checked_add(len).ok_or(next)?;
+    let may = |range: &Range| range.handle.is_none() == bound && (range.writable || !write) && !range.closed;
     while next < end {
-        let found = mapped.range(..=next).next_back().filter(|(first, range)| {
-            next - **first < range.len && range.kind == kind && !range.closed && (range.writable || !write)
-        });
+        let found = mapped.range(..=next).next_back();
+        let found = found.filter(|(first, range)| next - **first < range.len && may(range));
         let (first, range) = found.ok_or(next)?;
         next = first + range.len; // no overflow: the driver maps no range past the top
     }
     Ok(())
 }
 
-/// The same for an operation: an address that it may not use is a fault of the memory or of the MMU.
-pub(super) fn check_use(mapped: &Mapped, at: u64, len: u64, kind: RangeKind, write: bool) -> Result<(), OpError> {
-    check(mapped, at, len, kind, write).map_err(|bad| match kind {
-        RangeKind::Memory => OpError::NoCardMemory(CardAddr::new(bad)),
-        RangeKind::Bound => OpError::MmuFault(DeviceVa::new(bad)),
+/// The same for an operation.
+pub(super) fn check_use(mapped: &Mapped, at: DeviceAddr, len: u64, write: bool) -> Result<(), OpError> {
+    check(mapped, at, len, write).map_err(|bad| match at {
+        DeviceAddr::Card(_) => OpError::NoCardMemory(CardAddr::new(bad)),
+        DeviceAddr::Va(_) => OpError::MmuFault(DeviceVa::new(bad)),
     })
 }
 
@@ -92,16 +60,29 @@ mod tests {
 
     #[test]
     fn faults_are_of_the_kind_of_address() {
-        let range = |kind| Range { len: 4096, kind, writable: false, handles: Vec::new(), chunk: 0, closed: false };
-        let mapped = Mapped::from([(0x1000, range(RangeKind::Memory)), (0x4000, range(RangeKind::Bound))]);
-        assert_eq!(check_use(&mapped, 0x1000, 4096, RangeKind::Memory, false), Ok(()));
-        assert_eq!(check_use(&mapped, 0x4000, 4096, RangeKind::Bound, false), Ok(()));
-        let memory = |at, len, write| check_use(&mapped, at, len, RangeKind::Memory, write);
-        assert_eq!(memory(0x1000, 4097, false), Err(OpError::NoCardMemory(CardAddr::new(0x2000))));
-        assert_eq!(memory(0x1000, 1, true), Err(OpError::NoCardMemory(CardAddr::new(0x1000))), "read-only");
-        let bound = |at, write| check_use(&mapped, at, 4096, RangeKind::Bound, write);
-        assert_eq!(bound(0x4800, false), Err(OpError::MmuFault(DeviceVa::new(0x5000))));
-        assert_eq!(bound(0x4000, true), Err(OpError::MmuFault(DeviceVa::new(0x4000))));
-        assert_eq!(bound(0x1000, false), Err(OpError::MmuFault(DeviceVa::new(0x1000))), "of another kind");
+        let range = |handle, writable, closed| Range { len: 4096, handle, writable, closed };
+        let mapped = Mapped::from([
+            (0x1000, range(Some(1), true, false)),
+            (0x2000, range(Some(2), false, false)),
+            (0x3000, range(Some(3), true, true)),
+            (0x5000, range(None, false, false)),
+        ]);
+        let memory = |at, len, write| check_use(&mapped, DeviceAddr::Card(CardAddr::new(at)), len, write);
+        let no_memory = |at| Err(OpError::NoCardMemory(CardAddr::new(at)));
+        assert_eq!(memory(0x1800, 0x1800, false), Ok(()));
+        assert_eq!(memory(0x1000, 0x2001, false), no_memory(0x3000), "closed");
+        assert_eq!(memory(0x1000, 0x1001, true), no_memory(0x2000), "read-only");
+        assert_eq!(memory(0xfff, 1, false), no_memory(0xfff));
+        assert_eq!(memory(0x5000, 1, false), no_memory(0x5000), "bound");
+        let bound = |at, len, write| check_use(&mapped, DeviceAddr::Va(DeviceVa::new(at)), len, write);
+        let fault = |at| Err(OpError::MmuFault(DeviceVa::new(at)));
+        assert_eq!(bound(0x5000, 0x1000, false), Ok(()));
+        assert_eq!(bound(0x5800, 0x1000, false), fault(0x6000));
+        assert_eq!(bound(0x5000, 1, true), fault(0x5000), "read-only");
+        assert_eq!(bound(0x1000, 1, false), fault(0x1000), "memory");
+        assert_eq!(page_at(&mapped, 0x1000, 4096), Ok(1));
+        for (at, page) in [(0x1800, 4096), (0x1000, 8192), (0x3000, 4096), (0x5000, 4096)] {
+            assert_eq!(page_at(&mapped, at, page), Err(Error::NotAllocated(at)));
+        }
     }
 }

@@ -8,31 +8,17 @@ use std::sync::Arc;
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, QueueAddr, Refusal, Ticket};
 
 use super::context::Context;
-use super::ranges::{Mapped, RangeKind, check_use, kind};
+use super::ranges::{Mapped, check_use};
 use super::{Copy2D, CopyAttributes, Pointer, RawHandle, Side};
 use crate::Error;
 use crate::error::NOT_READY;
-use crate::plan::Step;
-
-/// Copies of one direction that go to the driver in one call. Their order is left to the driver, so no two of them
-/// write the same memory.
-struct Batch {
-    direction: Direction,
-    ranges: Vec<TransferRange>,
-}
+use crate::plan::{Step, memory};
 
 /// A copy in a batch.
 struct TransferRange {
-    kind: RangeKind,
-    at: Pointer,
+    at: DeviceAddr,
     here: Pointer,
     len: u64,
-}
-
-impl Default for Batch {
-    fn default() -> Self {
-        Self { direction: Direction::FromHost, ranges: Vec::new() }
-    }
 }
 
 /// Copies in a batch, at most.
@@ -53,7 +39,11 @@ pub(crate) struct Stream {
     /// Begun since then.
     open: Vec<Completion>,
     open_bytes: u64,
-    batch: Batch,
+    /// Copies that go to the driver in one call. Their order is left to the driver, so no two of them write the same
+    /// memory.
+    batch: Vec<TransferRange>,
+    /// That of all copies in the batch.
+    direction: Direction,
     batches: bool,
     /// Calls that were made and are not known to have ended.
     calls: VecDeque<usize>,
@@ -75,7 +65,8 @@ impl Stream {
             groups: VecDeque::new(),
             open: Vec::new(),
             open_bytes: 0,
-            batch: Batch::default(),
+            batch: Vec::new(),
+            direction: Direction::FromHost,
             batches: driver.has_batches(),
             calls: VecDeque::new(),
             open_calls: 0,
@@ -163,8 +154,7 @@ impl Stream {
     fn step(&mut self, mapped: &Mapped, operation: &Operation, step: &Step) -> Result<(), OpError> {
         self.works()?;
         for (at, len, write) in step.device().into_iter().flatten() {
-            let (kind, first) = kind(at);
-            check_use(mapped, first, len, kind, write)?;
+            check_use(mapped, at, len, write)?;
         }
         // The address of host memory that the operation owns.
         let host = |index: usize, offset: u64, len: u64| {
@@ -178,7 +168,7 @@ impl Stream {
             && len <= BATCHED
         {
             let here = host(index, offset, len)? as Pointer;
-            return self.add_to_batch(mapped, direction, here, at, len);
+            return self.add_to_batch(mapped, direction, TransferRange { at, here, len });
         }
         self.send_batch(mapped)?;
         let (driver, stream) = (self.context.driver, self.raw.0);
@@ -225,34 +215,25 @@ impl Stream {
         done.map_err(|e| self.failed(e))
     }
 
-    fn add_to_batch(
-        &mut self,
-        mapped: &Mapped,
-        direction: Direction,
-        here: Pointer,
-        at: DeviceAddr,
-        len: u64,
-    ) -> Result<(), OpError> {
-        let (kind, at) = kind(at);
-        // Each slice of host memory is one operation's alone, but device memory may be written twice: where addresses
-        // overlap, or where one of them is bound, behind which any memory may lie.
+    fn add_to_batch(&mut self, mapped: &Mapped, direction: Direction, new: TransferRange) -> Result<(), OpError> {
+        // Each slice of host memory is one operation's alone, but device memory may be written twice.
+        let (first, last) = memory(new.at, new.len);
         let twice = |range: &TransferRange| {
-            let bound = [kind, range.kind].contains(&RangeKind::Bound);
-            direction == Direction::FromHost && (bound || (range.at < at + len && at < range.at + range.len))
+            let (low, high) = memory(range.at, range.len);
+            direction == Direction::FromHost && first <= high && low <= last
         };
-        let batch = &self.batch;
-        if batch.direction != direction || batch.ranges.len() >= BATCH || batch.ranges.iter().any(twice) {
+        if self.direction != direction || self.batch.len() >= BATCH || self.batch.iter().any(twice) {
             self.send_batch(mapped)?;
         }
-        self.batch.direction = direction;
-        self.batch.ranges.push(TransferRange { kind, at, here, len });
+        self.direction = direction;
+        self.batch.push(new);
         Ok(())
     }
 
     /// Gives the driver the copies that wait for it. When it refuses, all operations since the last event have failed:
     /// which of them were part of the batch is not known.
     fn send_batch(&mut self, mapped: &Mapped) -> Result<(), OpError> {
-        let Batch { direction, ranges } = std::mem::take(&mut self.batch);
+        let (direction, ranges) = (self.direction, std::mem::take(&mut self.batch));
         if ranges.is_empty() {
             return Ok(());
         }
@@ -275,16 +256,16 @@ impl Stream {
         let to_device = direction == Direction::FromHost;
         for range in ranges {
             // Again, since it may have been unmapped while it waited.
-            check_use(mapped, range.at, range.len, range.kind, to_device)?;
+            check_use(mapped, range.at, range.len, to_device)?;
         }
         self.open_calls += count;
         let done = if let [TransferRange { at, here, len, .. }] = *ranges {
             match to_device {
-                true => call!(driver.to_device(at, here as *const c_void, len as usize, stream)),
-                false => call!(driver.to_host(here as *mut c_void, at, len as usize, stream)),
+                true => call!(driver.to_device(at.bits(), here as *const c_void, len as usize, stream)),
+                false => call!(driver.to_host(here as *mut c_void, at.bits(), len as usize, stream)),
             }
         } else {
-            let device: Vec<Pointer> = ranges.iter().map(|range| range.at).collect();
+            let device: Vec<Pointer> = ranges.iter().map(|range| range.at.bits()).collect();
             let host: Vec<Pointer> = ranges.iter().map(|range| range.here).collect();
             let lens: Vec<usize> = ranges.iter().map(|range| range.len as usize).collect();
             let (to, from) = if to_device { (&device, &host) } else { (&host, &device) };
@@ -314,7 +295,7 @@ impl Stream {
             Err(e) => {
                 // Operations that wait in the batch were not begun.
                 let error = self.failed(e);
-                self.batch = Batch::default();
+                self.batch.clear();
                 self.fail_open(&error);
                 None
             }

@@ -1,9 +1,9 @@
-//! Ranges of device addresses that are reserved, or one allocation.
+//! Ranges of device addresses that are reserved.
 
 use std::sync::Arc;
 
 use super::context::Context;
-use super::ranges::{Range, RangeKind};
+use super::ranges::{Mapped, Range, overlaps, page_at};
 use crate::Error;
 
 /// Device addresses that belong to this process, in which memory can be mapped.
@@ -11,8 +11,6 @@ pub(crate) struct Window {
     context: Arc<Context>,
     at: u64,
     len: u64,
-    /// One allocation, which is all there, instead of addresses.
-    plain: bool,
 }
 
 impl Window {
@@ -21,17 +19,8 @@ impl Window {
         let (driver, _current) = (context.driver, context.current()?);
         let mut at = 0;
         // 0: aligned as the driver likes, anywhere, without flags.
-        may_call!(driver.address_reserve(&raw mut at, len as usize, 0, 0, 0))?;
-        Ok(Self { context: context.clone(), at, len, plain: false })
-    }
-
-    /// One allocation of plain memory, for GPUs without virtual memory.
-    pub(crate) fn allocate(context: &Arc<Context>, len: u64) -> Result<Self, Error> {
-        let at = context.allocate(len)?;
-        let range =
-            Range { len, kind: RangeKind::Memory, writable: true, handles: Vec::new(), chunk: 0, closed: false };
-        context.mapped_mut().insert(at, range);
-        Ok(Self { context: context.clone(), at, len, plain: true })
+        call!(driver.address_reserve(&raw mut at, len as usize, 0, 0, 0))?;
+        Ok(Self { context: context.clone(), at, len })
     }
 
     pub(crate) fn at(&self) -> u64 {
@@ -43,42 +32,104 @@ impl Window {
     }
 
     fn holds(&self, at: u64, len: u64) -> Result<(), Error> {
-        let offset = at.checked_sub(self.at).filter(|_| !self.plain);
-        let inside = offset.and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len);
-        if inside { Ok(()) } else { Err(Error::NoAddress(at)) }
+        let inside =
+            at.checked_sub(self.at).and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len);
+        if inside { Ok(()) } else { Err(Error::NotAllocated(at)) }
     }
 
-    /// Allocates memory in chunks of `chunk` bytes and maps it in the window.
-    pub(crate) fn map_new(&self, at: u64, len: u64, chunk: u64) -> Result<(), Error> {
+    /// Allocates memory in pages of `page` bytes and maps them in the window. Both lengths are multiples of the
+    /// granularity, and `len` of `page`.
+    pub(crate) fn map_new(&self, at: u64, len: u64, page: u64) -> Result<(), Error> {
         self.holds(at, len)?;
-        self.context.map_new(at, len, chunk)
+        let (context, driver) = (&self.context, self.context.driver);
+        let (mut mapped, _current) = (context.mapped_mut(), context.current()?);
+        let (mut handles, property) = (Vec::new(), context.property());
+        let made = (0..len / page).try_for_each(|_| {
+            let mut handle = 0;
+            call!(driver.create(&raw mut handle, page as usize, &raw const property, 0))?;
+            handles.push(handle);
+            Ok(())
+        });
+        if let Err(e) = made.and_then(|()| self.map(&mapped, at, page, &handles, true)) {
+            // Steps that cannot be undone after an error stay with the driver.
+            handles.into_iter().for_each(|handle| drop(call!(driver.release_memory(handle))));
+            return Err(e);
+        }
+        let own = |(at, handle)| (at, Range { len: page, handle: Some(handle), writable: true, closed: false });
+        mapped.extend((at..).step_by(page as usize).zip(handles).map(own));
+        Ok(())
     }
 
-    /// Maps memory that is allocated at these addresses and lengths in the window, too.
-    pub(crate) fn map_again(&self, at: u64, from: &[(u64, u64)], writable: bool) -> Result<(), Error> {
-        self.holds(at, from.iter().map(|(_, len)| len).sum())?;
-        self.context.map_again(at, from, writable)
+    /// Maps memory that was allocated in pages of `page` bytes, those at the addresses `memory`, one behind the other
+    /// in the window, too.
+    pub(crate) fn map_again(&self, at: u64, memory: &[u64], page: u64, writable: bool) -> Result<(), Error> {
+        self.holds(at, page * memory.len() as u64)?;
+        let mut mapped = self.context.mapped_mut();
+        let handles = memory.iter().map(|at| page_at(&mapped, *at, page)).collect::<Result<Vec<_>, _>>()?;
+        let _current = self.context.current()?;
+        self.map(&mapped, at, page, &handles, writable)?;
+        let bound = |(at, _)| (at, Range { len: page, handle: None, writable, closed: false });
+        mapped.extend((at..).step_by(page as usize).zip(handles).map(bound));
+        Ok(())
     }
 
-    /// Unmaps everything in a part of the window and frees what it owns; see [`Context::unmap`].
+    /// Maps pages one behind the other, all or none; the context is current.
+    fn map(&self, mapped: &Mapped, at: u64, page: u64, handles: &[u64], writable: bool) -> Result<(), Error> {
+        if overlaps(mapped, at, page * handles.len() as u64) {
+            return Err(Error::Mapped(at));
+        }
+        let (driver, mut done) = (self.context.driver, 0);
+        let mapping = handles.iter().try_for_each(|handle| {
+            call!(driver.map(at + done, page as usize, 0, *handle, 0))?;
+            done += page;
+            Ok(())
+        });
+        mapping.and_then(|()| self.context.set_access(at, done, writable)).inspect_err(|_| {
+            // The driver unmaps nothing where a part is not mapped.
+            if done > 0 {
+                let _ = call!(driver.unmap(at, done as usize));
+            }
+        })
+    }
+
+    /// Unmaps all ranges within these addresses of the window, and frees what they own, once all work of the context
+    /// has ended. The calls that undo something also report errors of earlier work, so they count as done.
+    ///
+    /// # Errors
+    /// When the driver does not say that the work has ended: then the memory stays mapped, though nothing new begins to
+    /// use it.
     pub(crate) fn unmap(&self, at: u64, len: u64) -> Result<(), Error> {
         self.holds(at, len)?;
-        self.context.unmap(at, len)
+        let (context, end) = (&self.context, at + len);
+        let mut mapped = context.mapped_mut();
+        if mapped.range(at..end).next().is_none() {
+            return Ok(());
+        }
+        let (driver, _current) = (context.driver, context.current_to_undo()?);
+        // From here on nothing begins to use it; what has begun ends.
+        mapped.range_mut(at..end).for_each(|(_, range)| range.closed = true);
+        drop(mapped);
+        context.settle()?;
+        let mut mapped = context.mapped_mut();
+        let inside: Vec<u64> = mapped.range(at..end).map(|(first, _)| *first).collect();
+        let gone: Vec<_> = inside.iter().filter_map(|first| mapped.remove_entry(first)).collect();
+        let mut result = Ok(());
+        for run in gone.chunk_by(|(first, range), (next, _)| first + range.len == *next) {
+            let len: u64 = run.iter().map(|(_, range)| range.len).sum();
+            result = result.and(call!(driver.unmap(run[0].0, len as usize)));
+            for handle in run.iter().filter_map(|(_, range)| range.handle) {
+                result = result.and(call!(driver.release_memory(handle)));
+            }
+        }
+        result
     }
 
     fn end(&self) -> Result<(), Error> {
         let (context, driver) = (&self.context, self.context.driver);
-        if self.plain {
-            context.mapped_mut().range_mut(self.at..=self.at).for_each(|(_, range)| range.closed = true);
-            context.settle()?;
-            let _current = context.current_to_undo()?;
-            context.mapped_mut().remove(&self.at);
-            return call!(driver.free(self.at));
-        }
         // Memory that a stream may still use stays mapped, and its addresses stay reserved.
-        context.unmap(self.at, self.len)?;
+        self.unmap(self.at, self.len)?;
         let _current = context.current_to_undo()?;
-        may_call!(driver.address_free(self.at, self.len as usize))
+        call!(driver.address_free(self.at, self.len as usize))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The suites of devices and queues.
 
 use dmalane_addr::{Access, SgIndex, Span};
-use dmalane_cuda::{Binds, CudaDevice, Error, GpuName, Which, gpus};
+use dmalane_cuda::{Binds, Error, gpus};
 use dmalane_device::conformance::suite;
 use dmalane_device::{AddressSpaceKind, Device};
 use dmalane_fake_cuda::Fake;
@@ -11,10 +11,10 @@ use dmalane_vm::{BindRequest, Bo};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::gpu::{Gpu, LONG, named, real};
+use crate::gpu::{Gpu, LONG, Name, named, real};
 
-fn conforms(name: &GpuName) {
-    suite(|| Box::new(CudaDevice::open(name).unwrap()));
+fn conforms(name: &Name) {
+    suite(|| Box::new(name.open().unwrap()));
 }
 
 #[test]
@@ -28,11 +28,9 @@ fn the_fake_gpu_takes_the_suite_of_devices() {
     conforms(&named(&fake, Binds::Flat));
     fake.assert_clean("without registration");
     fake.set("virtual-memory", 0);
-    conforms(&named(&fake, Binds::Flat));
+    let refused = named(&fake, Binds::Flat).open().err().unwrap();
+    assert!(refused.to_string().starts_with("the GPU does not support virtual memory (cuMemMap)"), "{refused}");
     fake.assert_clean("without virtual memory");
-    let refused = CudaDevice::open(&named(&fake, Binds::CuMemMap)).err();
-    assert_eq!(refused, Some(Error::Unsupported("virtual memory (cuMemMap)")));
-    fake.assert_clean("refused");
 }
 
 #[test]
@@ -47,7 +45,7 @@ fn a_real_gpu_takes_the_suite_of_devices() {
 
 /// A queue to memory of a device that is opened anew for each; the other queue looks at that memory.
 struct Queues {
-    name: GpuName,
+    name: Name,
     now: Option<(Gpu, DeviceAddr)>,
     rounds: u64,
 }
@@ -56,7 +54,7 @@ struct Queues {
 const TARGET: u64 = 2 << 20;
 
 impl Queues {
-    fn new(name: GpuName, rounds: u64) -> Self {
+    fn new(name: Name, rounds: u64) -> Self {
         let mut this = Self { name, now: None, rounds };
         drop(this.queue());
         this
@@ -146,16 +144,20 @@ fn gpus_are_listed_and_found_by_number_and_uuid() {
     assert_eq!((all.len(), &*all[1].uuid, &*all[1].pci), (2, uuid, "0000:01:00.0"));
     assert_eq!((all[0].memory, all[0].driver, all[0].copy_engines), (256 << 20, (13, 0), 2));
     assert!(all[0].virtual_memory && all[0].dma_buf && all[0].host_register);
-    for which in ["1", uuid, "GPU-A1A1"] {
-        let name = GpuName { which: which.parse().unwrap(), ..named(&fake, Binds::Flat) };
-        assert_eq!(CudaDevice::open(&name).unwrap().gpu().number, 1);
+    for which in ["1", uuid, "GPU-A1A1", "gpu-a1a1"] {
+        let name = Name { gpu: which.to_owned(), ..named(&fake, Binds::Flat) };
+        assert_eq!(name.open().unwrap().gpu().number, 1);
     }
-    let missing = GpuName { which: Which::Number(2), ..named(&fake, Binds::Flat) };
-    let error = CudaDevice::open(&missing).err().unwrap();
+    let missing = Name { gpu: "2".to_owned(), ..named(&fake, Binds::Flat) };
+    let error = missing.open().err().unwrap();
     assert!(
         error.to_string().contains("no GPU 2; the driver has 0 (GPU-a0a0a0a0-") && error.fix().is_some(),
         "{error}"
     );
+    for short in ["GPU-", "GPU-a1", "x"] {
+        let name = Name { gpu: short.to_owned(), ..named(&fake, Binds::Flat) };
+        assert!(matches!(name.open().err(), Some(Error::NoGpu { .. })), "{short}");
+    }
     fake.set("gpus", 0);
     let error = gpus(Some(fake.path())).unwrap_err();
     assert!(error.to_string().contains("CUDA_ERROR_NO_DEVICE") && error.fix().is_some(), "{error}");
@@ -194,7 +196,7 @@ fn memory_is_exported_and_is_that_of_the_driver() {
 fn two_devices_share_registrations_and_partly_registered_memory_is_refused() {
     let fake = Fake::turn();
     fake.set("gpus", 2);
-    let open = |n| Gpu::open(&GpuName { which: Which::Number(n), ..named(&fake, Binds::Flat) }).unwrap();
+    let open = |n: u32| Gpu::open(&Name { gpu: n.to_string(), ..named(&fake, Binds::Flat) }).unwrap();
     let (mut a, mut b) = (open(0), open(1));
     let buf = dmalane_dma::Heap::allocate(&dmalane_dma::AnonHeap::new(), 64 << 10).unwrap().share();
     let via = |gpu: &Gpu, range| {
@@ -285,6 +287,21 @@ fn writes_to_the_same_memory_by_two_addresses_keep_their_order() {
     }
     drop(gpu);
     fake.assert_clean("two addresses");
+}
+
+#[test]
+fn a_small_copy_whose_memory_is_freed_before_the_doorbell_is_refused() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
+    let (table, span) = gpu.allocate(2 << 20).unwrap();
+    let host = gpu.host(b"small").unwrap();
+    let _ticket = gpu.queues[0].submit(Operation::write(host, DeviceAddr::Card(span.first()))).unwrap();
+    gpu.memory.free(table.segments()).unwrap();
+    gpu.queues[0].flush();
+    let ended = drain(&mut *gpu.queues[0], LONG);
+    assert_eq!(ended[0].result, Err(OpError::NoCardMemory(span.first())));
+    drop((ended, gpu));
+    fake.assert_clean("freed before the doorbell");
 }
 
 #[test]

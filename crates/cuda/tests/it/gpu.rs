@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, SgTable, Span};
-use dmalane_cuda::{Binds, CudaDevice, GpuName};
+use dmalane_cuda::{Binds, CudaDevice, Error};
 use dmalane_device::{Device, DeviceMemory, Placement};
 use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_fake_cuda::Fake;
@@ -12,15 +12,28 @@ use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, r
 
 pub const LONG: Duration = Duration::from_secs(60);
 
+/// A GPU by name, the library of its driver, and how it binds.
+#[derive(Clone)]
+pub struct Name {
+    pub gpu: String,
+    pub library: Option<String>,
+    pub binds: Binds,
+}
+
+impl Name {
+    pub fn open(&self) -> Result<CudaDevice, Error> {
+        CudaDevice::open(&self.gpu, self.library.as_deref(), self.binds)
+    }
+}
+
 /// The name of the fake driver's first GPU.
-pub fn named(fake: &Fake, binds: Binds) -> GpuName {
-    GpuName { binds, library: Some(fake.path().to_owned()), ..GpuName::number(0) }
+pub fn named(fake: &Fake, binds: Binds) -> Name {
+    Name { gpu: "0".to_owned(), library: Some(fake.path().to_owned()), binds }
 }
 
 /// The GPU of this machine, if the tests are to use it: `DMALANE_TEST_CUDA=0` runs them on GPU 0 of the real driver.
-pub fn real(binds: Binds) -> Option<GpuName> {
-    let number = std::env::var("DMALANE_TEST_CUDA").ok()?;
-    Some(GpuName { which: number.parse().unwrap(), binds, library: None })
+pub fn real(binds: Binds) -> Option<Name> {
+    Some(Name { gpu: std::env::var("DMALANE_TEST_CUDA").ok()?, library: None, binds })
 }
 
 /// A device and what belongs to it, in the order in which it is dropped.
@@ -32,8 +45,8 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    pub fn open(name: &GpuName) -> Result<Self, dmalane_cuda::Error> {
-        let mut device = CudaDevice::open(name)?;
+    pub fn open(name: &Name) -> Result<Self, Error> {
+        let mut device = name.open()?;
         let mut queues = device.take_queues();
         queues.push(device.open_queue()?);
         Ok(Self { queues, memory: device.memory(), registrar: device.registrar(), device })

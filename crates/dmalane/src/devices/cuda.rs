@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use dmalane_cuda::{Binds, CudaDevice, Gpu, GpuName};
+use dmalane_cuda::{Binds, CudaDevice, Gpu};
 
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::SpecOption;
@@ -13,8 +13,12 @@ use crate::size::binary;
 /// A GPU, `cuda:NUMBER` or `cuda:UUID`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct CudaSpec {
-    /// Which one, and how it binds.
-    pub gpu: GpuName,
+    /// Its number, its UUID or the first digits of that.
+    pub gpu: String,
+    /// The library of the driver, if it is not the usual one.
+    pub library: Option<String>,
+    /// How it binds.
+    pub binds: Binds,
 }
 
 impl Spec for CudaSpec {
@@ -24,11 +28,15 @@ impl Spec for CudaSpec {
     const ABILITIES: &'static [Ability] = &[Ability::NeedsDriver];
 
     fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
-        Ok(Self { gpu: GpuName { which: what.parse()?, binds: Binds::Flat, library: None } })
+        let digits = |text: &str| text.len() >= 4 && text.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
+        if what.parse::<u32>().is_err() && !what.strip_prefix("GPU-").is_some_and(digits) {
+            return Err(format!("{what:?} is neither the number of a GPU nor its UUID (GPU-...)").into());
+        }
+        Ok(Self { gpu: what.to_owned(), library: None, binds: Binds::Flat })
     }
 
     fn what(&self) -> String {
-        self.gpu.which.to_string()
+        self.gpu.clone()
     }
 
     fn options() -> Vec<SpecOption<Self>> {
@@ -37,27 +45,27 @@ impl Spec for CudaSpec {
                 "vmm",
                 "bind buffers by cuMemMap, in pages of 2 MiB",
                 |spec, _| {
-                    spec.gpu.binds = Binds::CuMemMap;
+                    spec.binds = Binds::CuMemMap;
                     Ok(())
                 },
-                |spec| (spec.gpu.binds == Binds::CuMemMap).then(String::new),
+                |spec| (spec.binds == Binds::CuMemMap).then(String::new),
             ),
             SpecOption::valued(
                 "lib",
                 "PATH",
                 "the library of the driver [libcuda.so.1]",
                 |spec: &mut Self, text| {
-                    spec.gpu.library = Some(text.to_owned());
+                    spec.library = Some(text.to_owned());
                     Ok(())
                 },
-                |spec| spec.gpu.library.clone(),
+                |spec| spec.library.clone(),
             )
             .with_commas(),
         ]
     }
 
     fn open(&self, _: &OpenOptions) -> OpenResult {
-        Ok(Box::new(CudaDevice::open(&self.gpu)?))
+        Ok(Box::new(CudaDevice::open(&self.gpu, self.library.as_deref(), self.binds)?))
     }
 
     fn list(root: &Path) -> Vec<Listed> {
@@ -68,7 +76,7 @@ impl Spec for CudaSpec {
         let can = |can: bool| Some(if can { "yes" } else { "no" }.to_owned());
         let listed = |gpu: Gpu| Listed {
             name: format!("cuda:{}", gpu.number),
-            supported: true,
+            supported: gpu.virtual_memory,
             about: format!("{}, CUDA {}.{}", gpu.name, gpu.driver.0, gpu.driver.1),
             memories: Vec::new(),
             channels: None,

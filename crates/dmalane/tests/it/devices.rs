@@ -14,7 +14,7 @@ use dmalane::devices::vulkan::VulkanSpec;
 use dmalane::devices::{Ability, KINDS};
 use dmalane::load::write_sample;
 use dmalane::sim::{CardConfig, Workers};
-use dmalane::vulkan::{Messages, VulkanOptions};
+use dmalane::vulkan::VulkanOptions;
 use dmalane::{CardServer, DeviceSpec, FileOptions, OpenOptions, open_file};
 use dmalane_fake_cuda::Fake;
 
@@ -59,19 +59,15 @@ fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
     }
 }
 
-/// Runs `test` with the first GPU, if there is one. Any message of the validation layers fails it.
+/// Runs `test` with the first GPU, if there is one.
 fn on_gpu(sparse: bool, largest: Option<u64>, test: impl FnOnce(&DeviceSpec)) {
     match dmalane::vulkan::gpus() {
         Ok(_) => {}
         Err(e) if std::env::var_os("DMALANE_NEED_GPU").is_none() => return println!("SKIPPED: {e}"),
         Err(e) => panic!("DMALANE_NEED_GPU is set: {e}"),
     }
-    let messages = Messages::new();
-    let validation = Some(messages.clone());
-    let options = VulkanOptions { sparse, largest, channels: Some(2), validation, ..VulkanOptions::default() };
+    let options = VulkanOptions { sparse, largest, channels: Some(2), ..VulkanOptions::default() };
     test(&DeviceSpec::new(VulkanSpec { gpu: "0".to_owned(), options }));
-    let messages = messages.take();
-    assert!(messages.is_empty(), "{} messages:\n{}", messages.len(), messages.join("\n"));
 }
 
 /// The socket of a card that a thread serves as long as this process runs, to one client at a time.

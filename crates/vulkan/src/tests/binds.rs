@@ -391,7 +391,7 @@ fn a_batch_that_fails_half_way_shows_nothing_and_keeps_what_may_be_bound() {
     const PAGES: u64 = 64;
     // Each page by a bind of its own, of which the driver gets a part at a time. Some replace others, also only those
     // of later parts than the one that fails.
-    for (replaced, fails) in [(0..0, 2), (0..PAGES, 2), (PAGES - 2..PAGES, 1)] {
+    for (replaced, fails) in [(0..0, 2), (0..PAGES, 2), (PAGES - 2..PAGES, 2)] {
         let replaces = !replaced.is_empty();
         let Some(mut gpu) = Opened::new(true) else { return };
         let page = gpu.device.address_space().page().bytes();
@@ -495,7 +495,8 @@ fn binds_that_failed_count_until_they_are_taken_away() {
         // Three pieces of it replaced, which leaves four others, however much of that the driver does; twice.
         let pieces = [2, 4, 6].map(|at| bind(one, &new, at, 1));
         for _ in 0..2 {
-            gpu.faults.fail_call(call, result);
+            // The driver unbinds by a call of its own, before it binds.
+            gpu.faults.fail_later_call(call, if call == "vkQueueBindSparse" { 2 } else { 1 }, result);
             let failed = space.apply(&pieces);
             assert!(matches!(failed, Err(SpaceError::Invalidate(_))), "{failed:?}");
             assert!(gpu.faults.failed().is_some());
@@ -579,7 +580,7 @@ fn sparse_buffers_may_lie_in_the_upper_half_of_the_addresses() {
     assert!(range.first().bits() >= 0xffff_8000_0000_0000, "{range}");
     let half_a_page = Span::new(range.first(), 2048).unwrap();
     match device.address_space().apply(&[BindRequest::Unbind(half_a_page)]) {
-        Err(SpaceError::Vm(dmalane_vm::Error::Misaligned { span, .. })) => assert_eq!(span, half_a_page),
+        Err(SpaceError::Refused(e)) => assert!(e.to_string().starts_with(&half_a_page.to_string()), "{e}"),
         other => panic!("{other:?}"),
     }
     device.address_space().release(range).unwrap();
@@ -599,7 +600,9 @@ fn binds_are_made_in_order() {
     let range = gpu.device.address_space().reserve(&table, 1 << 20).unwrap();
     for (bo, ordered) in [(&first, 0), (&second, 1), (&first, 2)] {
         gpu.device.address_space().apply(&[request(range.first(), bo, 0, 1 << 20)]).unwrap();
-        assert_eq!(gpu.live.ordered_binds.load(Ordering::Relaxed), ordered, "each waits for the one before");
+        // A GPU in software unbinds first, by a call of its own.
+        let calls = if gpu.device.gpu().kind == "software GPU" { 2 * ordered } else { ordered };
+        assert_eq!(gpu.live.ordered_binds.load(Ordering::Relaxed), calls, "each waits for the one before");
     }
     gpu.device.address_space().release(range).unwrap();
     gpu.end();

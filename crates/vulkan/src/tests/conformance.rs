@@ -1,16 +1,16 @@
 //! The suites of all devices and of all queues.
 
+use std::sync::Arc;
+
 use dmalane_addr::{Access, CardAddr, SgIndex, SgTable};
 use dmalane_device::{AddressSpaceKind, Device, DeviceMemory, Placement};
 use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_queue::conformance::Fixture;
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, QueueAddr, Registered, run};
 use dmalane_vm::{BindRequest, Bo};
-use dmalane_vulkan::{Error, Messages, VulkanDevice, VulkanOptions};
-use std::sync::Arc;
-use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(60);
+use super::layers::Messages;
+use super::{Error, LONG, VulkanDevice, VulkanOptions};
 
 /// Runs a test on the GPU that `DMALANE_TEST_GPU` names, or the first. Any message of the validation layers fails it.
 fn on_gpu(sparse: bool, host_import: bool, test: impl FnOnce(&str, &VulkanOptions)) {
