@@ -146,7 +146,12 @@ fn page_tables<B: Mmio + 'static>(
     let bits = va_bits.unwrap_or(*VA_BITS.end()).clamp(*VA_BITS.start(), *VA_BITS.end());
     let first = VA_FIRST.min(1 << (bits - 2));
     let range = Span::new(DeviceVa::new(first), (1 << bits) - first).expect("not empty");
-    let vm = Vm::<X86_64_4Level, _>::new(range, driver.tables(tables)?)?;
+    let vm = Vm::<X86_64_4Level, _>::new(range, driver.tables(tables)?);
+    if vm.is_err() {
+        // A card that is lost has no memory for tables either, and is the reason then.
+        driver.invalidate_mmu()?;
+    }
+    let vm = vm?;
     driver.set_mmu_root(vm.page_table().root())?;
     Ok(PageTableSpace::new(vm, move || Ok(driver.invalidate_mmu()?)))
 }

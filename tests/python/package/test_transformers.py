@@ -118,7 +118,8 @@ def test_models_of_diffusers(tmp_path):
     torch.manual_seed(1)
     made = diffusers.UNet2DModel(
         sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 32),
-        norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
     made.save_pretrained(tmp_path)
     made.save_pretrained(tmp_path, variant="fp16")

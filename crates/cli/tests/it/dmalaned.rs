@@ -255,6 +255,36 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert!(text(&output.stderr).contains("is dmalaned running"), "{}", text(&output.stderr));
 }
 
+/// Whenever it is killed: tables of the card cannot be had then, queues stop, and what is bound after a failure is no
+/// reason for it.
+#[test]
+fn a_daemon_that_is_killed_is_the_reason_for_a_load_that_fails() {
+    const TENSORS: usize = 3000;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("many.safetensors");
+    let tensor = |i: usize| {
+        let at = [4096 * i, 4096 * i + 4096];
+        (format!("t{i}"), serde_json::json!({"dtype": "U8", "shape": [4096], "data_offsets": at}))
+    };
+    let header = serde_json::to_vec(&(0..TENSORS).map(tensor).collect::<serde_json::Map<_, _>>()).unwrap();
+    let len = (header.len() as u64).to_le_bytes();
+    std::fs::write(&file, [&len[..], &header, &vec![7; 4096 * TENSORS]].concat()).unwrap();
+    for run in 0..12 {
+        let path = folder.path().join(format!("socket-{run}"));
+        let child = command(&["--socket", path.to_str().unwrap()]).stderr(Stdio::piped()).spawn().unwrap();
+        drop(wait_for(&path));
+        let mut load = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        load.args(["load", "-q", "-d", &format!("daemon:{}", path.display())]).arg(&file).envs(crate::WIDE);
+        let load = load.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(20 * run));
+        end(child, Signal::KILL);
+        let output = load.wait_with_output().unwrap();
+        let (told, done) = (text(&output.stderr), output.status.success());
+        let gone = told.contains("is gone: connect again") || told.contains("cannot connect to");
+        assert!(done || gone, "run {run}: {told}");
+    }
+}
+
 #[test]
 fn reading_onto_a_card_asks_for_no_hbm_that_others_want() {
     let folder = tempfile::tempdir().unwrap();
