@@ -341,7 +341,8 @@ pub struct Expected<'a> {
 }
 
 impl Expected<'_> {
-    /// The regions to hash: [`FillOptions::hash_regions`], with a buffer for each file.
+    /// The regions to hash: [`FillOptions::hash_regions`](crate::fill::FillOptions::hash_regions), with a buffer for
+    /// each file.
     pub fn hash_regions(&self) -> Option<Arc<HashRegions>> {
         self.hash_regions.clone()
     }
