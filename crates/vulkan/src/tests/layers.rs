@@ -3,8 +3,9 @@
 //! `unsafe` because every call of Vulkan is.
 #![allow(unsafe_code)]
 
+use std::cell::RefCell;
 use std::ffi::{CStr, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ash::{Entry, Instance, ext, vk};
 
@@ -49,6 +50,22 @@ impl Drop for Watch {
     }
 }
 
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+thread_local! {
+    /// Given back when the thread ends: a test has one of its own.
+    static TURN: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
+}
+
+/// Waits until no other test is under the layers. Those of Debian 12 (1.3.239) look their data up without a lock, and
+/// crash where another thread makes or destroys a device meanwhile, although Vulkan allows that.
+fn take_turn() {
+    let lock = || ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    TURN.with(|turn| {
+        turn.borrow_mut().get_or_insert_with(lock);
+    });
+}
+
 /// Creates an instance under the layers, where they are installed and there are messages to collect.
 pub(crate) fn create_watched(
     entry: &Entry,
@@ -62,6 +79,7 @@ pub(crate) fn create_watched(
     if !layers.iter().any(|l| l.layer_name_as_c_str() == Ok(LAYER)) {
         return Ok((create(entry, plain, faults)?, None));
     }
+    take_turn();
     let messages = Arc::new(messages.clone());
     let layers = [LAYER.as_ptr()];
     let mut extensions = vec![ext::debug_utils::NAME.as_ptr()];
