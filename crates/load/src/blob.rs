@@ -27,7 +27,8 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 pub fn hash_in_name(path: &Path) -> Option<[u8; 32]> {
     let blob = path.canonicalize().ok()?;
     let name = blob.file_name()?.to_str()?;
-    let is_blob = blob.parent()?.file_name()? == "blobs" && name.len() == 64 && name.is_ascii();
+    let is_blob = blob.parent()?.file_name()? == "blobs" && name.len() == 64;
+    let is_blob = is_blob && name.bytes().all(|byte| byte.is_ascii_hexdigit());
     let mut hash = [0; 32];
     for (i, byte) in hash.iter_mut().enumerate().filter(|_| is_blob) {
         *byte = u8::from_str_radix(name.get(2 * i..2 * i + 2)?, 16).ok()?;

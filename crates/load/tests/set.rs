@@ -120,3 +120,18 @@ fn files_of_no_known_kind_are_models_only_where_raw_ones_are_allowed() {
         }
     }
 }
+
+#[test]
+fn what_is_odd_about_a_file_is_noted() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.gguf");
+    let notes = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        HostModel::open([&path], ModelOptions::default()).unwrap().notes()
+    };
+    let file = part("t", 0, 1, 1);
+    assert!(notes(&file).is_empty());
+    let joined = notes(&[&file[..], &file].concat());
+    let says = format!("m.gguf: {} bytes behind its last tensor belong to none", file.len());
+    assert!(joined.len() == 1 && joined[0].contains(&says), "{joined:?}");
+}

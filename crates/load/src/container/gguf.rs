@@ -356,6 +356,16 @@ fn float<F: Into<f64> + Display + LowerExp + Copy>(value: F) -> String {
     }
 }
 
+/// Bytes of a file behind its last tensor and the padding of that: a file may have them, and has none as it is written.
+/// 0 for other kinds of files.
+pub(crate) fn behind(model: &Model) -> u64 {
+    let Some(last) = model.tensors.last().filter(|_| model.container == &CONTAINER) else { return 0 };
+    let pairs = model.metadata.iter().flatten();
+    let alignment = pairs.filter(|(key, _)| key == "general.alignment").find_map(|(_, value)| value.parse().ok());
+    let end = last.at.bits().saturating_add(last.len);
+    model.len.saturating_sub(end.checked_next_multiple_of(alignment.unwrap_or(ALIGNMENT)).unwrap_or(end))
+}
+
 /// Puts described tensors in the order of their bytes, and completes them.
 fn place(
     mut tensors: Vec<Arc<Tensor>>,
@@ -548,6 +558,21 @@ mod tests {
                     assert!(model.tensors.iter().all(|t| t.at.bits() + t.len <= bytes.len() as u64));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn bytes_behind_the_last_tensor_are_counted() {
+        let file = || Writer::new(3, 1, 0).tensor("t", &[8], 0, 0).file(32, 32);
+        let aligned = Writer::new(3, 1, 1).text("general.alignment").u32(4).u32(64).tensor("t", &[8], 0, 0);
+        for (file, wanted) in [
+            (file(), 0),
+            ([file(), b"behind".to_vec()].concat(), 6),
+            ([file(), file()].concat(), file().len() as u64),
+            (aligned.file(64, 64), 0),
+            (Writer::new(3, 0, 0).file(32, 64), 0),
+        ] {
+            assert_eq!(behind(&parsed(&file).unwrap()), wanted);
         }
     }
 

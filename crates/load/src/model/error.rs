@@ -80,7 +80,10 @@ pub enum ModelError {
 
 fn beyond(wanted: u64, used: u64, limit: u64) -> String {
     match wanted > limit {
-        true => format!("{wanted} bytes are more than the memory limit of {limit}: read it in slices"),
+        true => format!(
+            "{wanted} bytes are more than the memory limit of {limit}: read tensors one by one (a stream; in Python \
+             safe_open(...).tensors()), or a large one in slices"
+        ),
         false => format!(
             "{wanted} bytes are wanted, but {used} of the memory limit of {limit} are in use: release tensors, or \
              raise it"

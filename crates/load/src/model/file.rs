@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rustix::fs::SeekFrom;
 
 use super::error::ModelError;
-use crate::container::{FormatError, Model};
+use crate::container::{FormatError, Model, gguf};
 use crate::error::Error;
 use crate::manifest::ManifestFile;
 use crate::open_file::{OpenFile, Select};
@@ -26,6 +26,8 @@ pub struct ModelFile {
     listed: Option<Arc<BTreeSet<String>>>,
     /// Which of its tensors count; `None` for all.
     select: Option<Select>,
+    /// Bytes behind its last tensor that belong to none.
+    pub(super) behind: u64,
     /// The hashes that its tensors must have.
     pub(super) expected: Option<Expected>,
 }
@@ -67,7 +69,8 @@ impl ModelFile {
         let meta = file.file.metadata().map_err(|source| file.error("read its size", source))?;
         let OpenFile { path, file, listed, by_name, .. } = file;
         let kept = (!by_name).then_some(file);
-        Ok(Self { path, contents, identity: identity(&meta), kept, listed, select: None, expected: None })
+        let (behind, identity) = (gguf::behind(&contents), identity(&meta));
+        Ok(Self { path, contents, identity, kept, listed, select: None, behind, expected: None })
     }
 
     /// Bytes of its tensors that the file system has no blocks for, or none that were written.

@@ -181,14 +181,23 @@ impl HostModel {
     }
 
     /// What is odd about the files, a sentence each: bytes of tensors that are holes, as in a download that never
-    /// finished.
+    /// finished, and bytes behind the last tensor, as where files were joined.
     pub fn notes(&self) -> Vec<String> {
-        let hole = |file: &ModelFile| {
-            let bytes = file.hole();
-            let what = "of its tensors are a hole, which reads as zeroes: a download that did not finish?";
-            (bytes > 0).then(|| format!("{}: {bytes} bytes {what}", file.path().display()))
-        };
-        self.reader.files.iter().filter_map(hole).collect()
+        let mut notes = Vec::new();
+        for file in self.files() {
+            let path = file.path().display();
+            match file.hole() {
+                0 => {}
+                n => notes.push(format!(
+                    "{path}: {n} bytes of its tensors are a hole, which reads as zeroes: an unfinished download?"
+                )),
+            }
+            match file.behind {
+                0 => {}
+                n => notes.push(format!("{path}: {n} bytes behind its last tensor belong to none: joined files?")),
+            }
+        }
+        notes
     }
 
     /// The tensors, in the order of the files and of the bytes in them.
