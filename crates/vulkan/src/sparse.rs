@@ -42,7 +42,7 @@ struct State {
     windows: BTreeMap<u64, Window>,
     /// The value of the last bind.
     last: u64,
-    /// What the driver has bound or, after a call that failed, may have: no fewer pieces than it has.
+    /// The pieces that the driver has bound or, after a call that failed, may have: no fewer than it has.
     bound: Pieces,
     /// Memory that may be bound where a call failed, besides what `bound` says, until the range is released: at which
     /// address.

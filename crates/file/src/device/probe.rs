@@ -64,7 +64,7 @@ pub(crate) struct Target<'a> {
 pub(crate) enum ProbeError {
     /// It does not do what it should.
     Unfit(String),
-    /// What was there before the probe is lost, or may still be.
+    /// The bytes from before the probe are lost, or may still be there.
     Damage(String),
 }
 
@@ -199,7 +199,7 @@ fn fresh() -> Result<BufferSlice, String> {
 
 const NO_MEMORY: &str = "no memory for a probe";
 
-/// What is wrong where the kernel did not do a request.
+/// The reason where the kernel did not do a request.
 fn undone(call: &str, at: u64) -> impl Fn(Fallback) -> String {
     move |source| format!("{call} at {at:#x}: {source}")
 }

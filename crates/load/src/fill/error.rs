@@ -35,7 +35,7 @@ pub enum FillError {
     /// There is less memory than is needed. Nothing was taken.
     #[error("{what} need {wanted} bytes, and {limited_by} has {left} left")]
     NoRoom {
-        /// What needs it ("the buffers").
+        /// The memory that is needed ("the buffers").
         what: &'static str,
         /// Bytes of the buffers.
         wanted: u64,

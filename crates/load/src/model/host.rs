@@ -180,8 +180,8 @@ impl HostModel {
         &self.left_out
     }
 
-    /// What is odd about the files, a sentence each: bytes of tensors that are holes, as in a download that never
-    /// finished, and bytes behind the last tensor, as where files were joined.
+    /// Notes about the files, a sentence each: bytes of tensors that are holes, as in a download that never finished,
+    /// and bytes behind the last tensor, as where files were joined.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         for file in self.files() {

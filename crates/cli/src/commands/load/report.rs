@@ -21,7 +21,7 @@ pub(super) struct Outcome {
     pub(super) inputs: Vec<Input<FileQueue>>,
     /// Files that are no part of the model, each with why.
     pub(super) left_out: Vec<(PathBuf, String)>,
-    /// What is odd about the files.
+    /// Notes about the files, such as holes in place of tensors.
     pub(super) odd: Vec<String>,
     /// The run with the median time.
     pub(super) run: Run,
