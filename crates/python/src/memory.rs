@@ -183,6 +183,15 @@ type Parts<'a, 'py> = (&'a str, &'a str, &'a [u64], Bound<'py, PyBytes>);
 /// Makes a tensor of a copy of its bytes, as `pickle` and `copy` do.
 #[pyfunction]
 pub(crate) fn remade_tensor(name: String, dtype: String, shape: Vec<u64>, data: &[u8]) -> PyResult<Tensor> {
+    // Others read as many bytes as the shape says.
+    if let Some(bits) = element_bits(&dtype) {
+        let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim));
+        let bytes = elements.and_then(|n| Some(n.checked_mul(bits.into())?.div_ceil(8)));
+        if bytes != Some(data.len() as u64) {
+            let message = format!("{} bytes are no tensor of type {dtype} and shape {shape:?}", data.len());
+            return Err(PyValueError::new_err(message));
+        }
+    }
     let buf = model_heap().allocate(data.len().max(1)).map_err(Failure::from)?.share();
     let block = Block::new(buf);
     if let Some(view) = block.as_volatile_slice().sub(0, data.len()) {

@@ -214,3 +214,9 @@ def test_files_that_are_no_models_are_refused_by_what_they_are(tmp_path):
             with pytest.raises(dmalane.FormatError, match=f"this is {what}"):
                 load(path)
         assert bytes(dmalane.alloc_and_read(path)) == data
+
+
+def test_a_pickle_that_lies_about_its_shape_is_refused():
+    for shape in ([1_000_000], [2**63, 4], [5]):
+        with pytest.raises(ValueError, match="4 bytes are no tensor of type F32 and shape"):
+            dmalane._native.remade_tensor("x", "F32", shape, b"1234")
