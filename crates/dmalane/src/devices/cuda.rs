@@ -35,31 +35,15 @@ impl Spec for CudaSpec {
         Ok(Self { gpu: what.to_owned(), library: None, binds: Binds::Flat })
     }
 
-    fn what(&self) -> String {
-        self.gpu.clone()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
         vec![
-            SpecOption::flag(
-                "vmm",
-                "bind buffers by cuMemMap, in pages of 2 MiB",
-                |spec, _| {
-                    spec.binds = Binds::CuMemMap;
-                    Ok(())
-                },
-                |spec| (spec.binds == Binds::CuMemMap).then(String::new),
-            ),
-            SpecOption::valued(
-                "lib",
-                "PATH",
-                "the library of the driver [libcuda.so.1]",
-                |spec: &mut Self, text| {
-                    spec.library = Some(text.to_owned());
-                    Ok(())
-                },
-                |spec| spec.library.clone(),
-            )
+            SpecOption::flag("vmm", "bind buffers by cuMemMap, in pages of 2 MiB", |spec: &mut Self| {
+                spec.binds = Binds::CuMemMap
+            }),
+            SpecOption::valued("lib", "PATH", "the library of the driver [libcuda.so.1]", |spec: &mut Self, text| {
+                spec.library = Some(text.to_owned());
+                Ok(())
+            })
             .with_commas(),
         ]
     }
