@@ -132,10 +132,7 @@ impl Read {
         let mut picked = self.pick_heap()?;
         let mut copied = Copied::default();
         let sources = files.iter().map(|path| open(path, &mut copied)).collect::<Result<Vec<_>, _>>()?;
-        let mut read = output::named_files(self.files.iter().chain(&self.run.manifest));
-        for source in &sources {
-            read.push((source.path.clone(), source.file.metadata()?));
-        }
+        let read = output::named_files(self.files.iter().chain(&files).chain(&self.run.manifest));
         let mut outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
         let manifest = model::manifest(self.run.manifest.as_deref())?;
         let (mut all, mut buffers) = (Vec::new(), Vec::new());
@@ -162,16 +159,12 @@ impl Read {
             stages: run.report.stages.iter().map(|s| MeasuredStage::new(*s, whole)).collect(),
             copied,
             verified: self.verify,
-            written: self.run.written(None),
             manifest: self.run.manifest,
         };
-        let mut outcome = Outcome { picked, run, runs, device: self.device };
+        let outcome = Outcome { picked, run, runs, device: self.device };
         let device = outcome.device.as_ref().map_or(String::new(), DeviceSpec::to_string);
         let about = (&*device, &*report::answer(&outcome), report::files(&outcome));
         let written = outcome.runs.write(&outputs, outcome.run.report.timeline.as_ref(), about);
-        if written.is_err() {
-            outcome.runs.written = [const { None }; 3];
-        }
         let output::OutputFormat { verbose, json, .. } = self.run.format;
         let text = match json {
             true => output::json(&report::json(&outcome))?,
