@@ -34,7 +34,7 @@ fn run<T: Send>(
     py: Python<'_>,
     total: u64,
     told: Option<&Py<PyAny>>,
-    read: impl FnOnce(&mut dmalane::load::fill::Watch<'_>) -> Result<T, dmalane::ModelError> + Send,
+    read: impl FnOnce(&mut dmalane::load::fill::Watch<'_>) -> Result<T, dmalane::load::Error> + Send,
 ) -> PyResult<T> {
     let read = |progress: &Progress| read(&mut |event: Event| progress.watch(&event));
     Ok(interrupt::run(py, total, told, read)?.map_err(Failure::from)?)

@@ -17,7 +17,7 @@ use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOpt
 
 use crate::device;
 use crate::failure::Failure;
-use crate::model::{self, cannot_open};
+use crate::model;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::room::LoadRoom;
@@ -301,7 +301,7 @@ impl Load {
         let size = self.sample.map_or(0, Size::bytes);
         room.check_sample(size)?;
         let file = OpenFile::new(sample::NAME, sample::make(size, self.run.format.shows_progress())?);
-        Ok(vec![file.into_input(self.run.mode.options()).map_err(cannot_open)?])
+        Ok(vec![file.into_input(self.run.mode.options()).map_err(model::failure)?])
     }
 }
 
