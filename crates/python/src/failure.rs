@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
+use dmalane::OpenError;
+use dmalane::addr::FileOffset;
 use dmalane::load::fill::FillError;
 use dmalane::load::{Difference, Error as LoadError};
 use dmalane::queue::OpError;
-use dmalane::OpenError;
-use dmalane::addr::FileOffset;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
