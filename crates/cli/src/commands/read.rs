@@ -267,6 +267,7 @@ impl Read {
                 fill: FillOptions { timeline: self.run.timeline.any(), ..DriveOptions::default().fill },
                 ..DriveOptions::default()
             },
+            only: Some("ddr"),
             ..self.run.consent.open_options()
         }
     }
