@@ -21,33 +21,34 @@ use crate::open_options::OpenOptions;
 #[derive(Clone, Debug)]
 pub struct DeviceSpec {
     name: String,
-    spec: Arc<dyn AnySpec>,
+    kind: &'static DeviceKind,
+    spec: AnySpec,
 }
 
 impl DeviceSpec {
     /// A device with options that its name does not have.
-    pub fn new(name: impl Into<String>, spec: impl Spec) -> Self {
-        Self { name: name.into(), spec: Arc::new(spec) }
+    pub fn new<S: Spec>(name: impl Into<String>, spec: S) -> Self {
+        Self { name: name.into(), kind: const { &DeviceKind::of::<S>() }, spec: Arc::new(spec) }
     }
 
     /// The kind of device.
     pub fn kind(&self) -> &'static DeviceKind {
-        self.spec.kind()
+        self.kind
     }
 
     /// The parsed name; `None` for another kind.
     pub fn get<S: Spec>(&self) -> Option<&S> {
-        self.spec.as_any().downcast_ref()
+        self.spec.downcast_ref()
     }
 
     /// Names the same device with that many bytes in a group of its regions, in words of the command line ("-d
     /// soft,ddr=64GiB"); `None` where there is none.
     pub fn more(&self, group: &str, bytes: u64) -> Option<String> {
-        (self.kind().more)(&self.name, group, bytes)
+        (self.kind.more)(&self.name, group, bytes)
     }
 
     pub(crate) fn open(&self, options: &OpenOptions) -> OpenResult {
-        self.spec.open(options)
+        (self.kind.open)(&self.spec, options)
     }
 }
 
@@ -61,7 +62,7 @@ impl FromStr for DeviceSpec {
             kinds: KINDS.iter().map(|kind| kind.syntax).collect::<Vec<_>>().join(", "),
             nearest: nearest(name, KINDS.iter().map(|kind| kind.name)),
         })?;
-        let spec = kind.parse(text).map_err(|mut e| {
+        let spec = (kind.parse)(text).map_err(|mut e| {
             if let BadDeviceSpec::NoOption { option, others, .. } = &mut e {
                 let has = |kind: &&DeviceKind| kind.options().iter().any(|other| other.key == option);
                 let names: Vec<_> = KINDS.iter().filter(has).map(|kind| kind.name).collect();
@@ -72,7 +73,7 @@ impl FromStr for DeviceSpec {
             }
             e
         })?;
-        Ok(Self { name: text.to_owned(), spec })
+        Ok(Self { name: text.to_owned(), kind, spec })
     }
 }
 

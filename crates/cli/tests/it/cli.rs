@@ -169,7 +169,7 @@ fn the_software_card_is_listed_first() {
     let soft = &listing["devices"][0];
     assert_eq!((&soft["name"], &soft["kind"]), (&"soft".into(), &"soft".into()));
     assert_eq!((&soft["supported"], &soft["channels"]), (&true.into(), &2.into()));
-    assert_eq!(soft["memories"][0]["default_bytes"], 64u64 << 30);
+    assert_eq!(soft["memory"], "ddr 64 GiB, hbm 32 GiB (allocated as they fill)");
     assert!(stdout(&run(&["devices"])).starts_with("soft\n"));
 }
 

@@ -62,8 +62,6 @@ impl Spec for CudaSpec {
             name: format!("cuda:{}", gpu.number),
             supported: gpu.virtual_memory,
             about: format!("{}, CUDA {}.{}", gpu.name, gpu.driver.0, gpu.driver.1),
-            memories: Vec::new(),
-            channels: None,
             facts: vec![
                 ("uuid", Some(gpu.uuid)),
                 ("pci", Some(gpu.pci)),

@@ -96,8 +96,6 @@ impl Spec for DaemonSpec {
                 Ok(_) => "a function of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
                 Err(e) => format!("the daemon cannot be used: {e}"),
             },
-            memories: Vec::new(),
-            channels: None,
             facts: Vec::new(),
         }]
     }

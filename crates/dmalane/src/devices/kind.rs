@@ -84,21 +84,23 @@ pub struct DeviceKind {
     /// Its properties and needs.
     pub abilities: &'static [Ability],
     options: fn() -> Vec<OptionAbout>,
-    parse: fn(&str) -> Result<Arc<dyn AnySpec>, BadDeviceSpec>,
+    pub(crate) parse: fn(&str) -> Result<AnySpec, BadDeviceSpec>,
+    pub(crate) open: fn(&AnySpec, &OpenOptions) -> OpenResult,
     list: fn(&Path) -> Vec<Listed>,
     pub(crate) more: fn(&str, &str, u64) -> Option<String>,
 }
 
 impl DeviceKind {
     /// The kind whose names are parsed into an `S`.
-    pub(super) const fn of<S: Spec>() -> Self {
+    pub(crate) const fn of<S: Spec>() -> Self {
         Self {
             name: S::NAME,
             syntax: S::SYNTAX,
             about: S::ABOUT,
             abilities: S::ABILITIES,
             options: || S::options().iter().map(|option| option.about).collect(),
-            parse: |text| parse::<S>(text).map(|spec| Arc::new(spec) as Arc<dyn AnySpec>),
+            parse: |text| parse::<S>(text).map(|spec| Arc::new(spec) as AnySpec),
+            open: |spec, options| spec.downcast_ref::<S>().expect("a name of this kind").open(options),
             list: S::list,
             more: S::more,
         }
@@ -126,11 +128,6 @@ impl DeviceKind {
             _ => None,
         })
     }
-
-    /// Parses a name that begins with the name of this kind.
-    pub(crate) fn parse(&self, text: &str) -> Result<Arc<dyn AnySpec>, BadDeviceSpec> {
-        (self.parse)(text)
-    }
 }
 
 /// A device that was found.
@@ -142,34 +139,12 @@ pub struct Listed {
     pub supported: bool,
     /// A description, or the reason why it cannot be opened.
     pub about: String,
-    /// Its memories with their sizes, as far as that is known without opening it.
-    pub memories: Vec<(&'static str, u64)>,
-    /// Its channels, as far as that is known without opening it.
-    pub channels: Option<u32>,
     /// Other facts by name; `None` where there is no value.
     pub facts: Vec<(&'static str, Option<String>)>,
 }
 
 /// A [`Spec`] of any kind.
-pub(crate) trait AnySpec: fmt::Debug + Send + Sync {
-    fn kind(&self) -> &'static DeviceKind;
-    fn open(&self, options: &OpenOptions) -> OpenResult;
-    fn as_any(&self) -> &dyn Any;
-}
-
-impl<S: Spec> AnySpec for S {
-    fn kind(&self) -> &'static DeviceKind {
-        const { &DeviceKind::of::<S>() }
-    }
-
-    fn open(&self, options: &OpenOptions) -> OpenResult {
-        Spec::open(self, options)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+pub(crate) type AnySpec = Arc<dyn Any + Send + Sync>;
 
 /// A text that names no device.
 #[derive(Debug, Error)]

@@ -53,8 +53,6 @@ impl Spec for SlashSpec {
                     Ok(()) => "an AMD V80 of the driver SLASH: ddr 32 GiB, hbm 32 GiB, 2 channels".to_owned(),
                     Err(e) => format!("an AMD V80 of the driver SLASH, whose node cannot be used: {e}"),
                 },
-                memories: Vec::new(),
-                channels: None,
                 facts: vec![("pci", node.pci(root))],
             }
         };

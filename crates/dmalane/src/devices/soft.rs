@@ -12,7 +12,7 @@ use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::{SpecOption, bytes, number, with_value};
 use crate::open_options::OpenOptions;
-use crate::size::Size;
+use crate::size::{Size, binary};
 
 /// Bytes of DDR, by default.
 pub const DDR: u64 = 64 << 30;
@@ -161,9 +161,10 @@ impl Spec for SoftSpec {
             name: "soft".to_owned(),
             supported: true,
             about: "the software card: a device model inside this process, no hardware needed".to_owned(),
-            memories: vec![("ddr", DDR), ("hbm", HBM)],
-            channels: Some(CardConfig::default().channels),
-            facts: Vec::new(),
+            facts: vec![
+                ("memory", Some(format!("ddr {}, hbm {} (allocated as they fill)", binary(DDR), binary(HBM)))),
+                ("channels", Some(CardConfig::default().channels.to_string())),
+            ],
         }]
     }
 

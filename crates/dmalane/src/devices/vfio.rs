@@ -55,8 +55,6 @@ impl Spec for VfioSpec {
                     "a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps its BARs".to_owned()
                 }
             },
-            memories: Vec::new(),
-            channels: None,
             facts: vec![("pci_id", Some(d.id)), ("iommu_group", d.iommu_group)],
         };
         pci::devices(root).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci")).map(listed).collect()

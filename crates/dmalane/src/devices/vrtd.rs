@@ -47,8 +47,6 @@ impl Spec for VrtdSpec {
             name,
             supported: pci.is_ok(),
             about,
-            memories: Vec::new(),
-            channels: None,
             facts: vec![("pci", pci.ok())],
         };
         match dmalane_slash::vrtd_cards(&socket) {

@@ -93,8 +93,6 @@ fn listed(gpu: GpuInfo) -> Listed {
             Ok(_) => gpu.to_string(),
             Err(e) => e.to_string(),
         },
-        memories: Vec::new(),
-        channels: None,
         facts: vec![
             ("uuid", Some(gpu.uuid())),
             ("host_import", gpu.host_import.map(|align| format!("at multiples of {align} bytes"))),
