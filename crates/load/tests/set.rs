@@ -106,7 +106,7 @@ fn files_of_no_known_kind_are_models_only_where_raw_ones_are_allowed() {
     for (name, bytes, what) in [
         ("pytorch_model.bin", &b"PK\x03\x04\x14\0\0\0\0\0archive"[..], "this is a ZIP file (a PyTorch checkpoint?)"),
         ("config.json", b"{\"model_type\": \"llama\"}", "this is a JSON text"),
-        ("weights", b"neither nor", "this is no file of a known kind (safetensors, GGUF, NumPy)"),
+        ("weights", b"neither nor", "this is no file of a known kind (safetensors, "),
         // What a name does not say, the first bytes do.
         ("blob", &safetensors(&[("w", 1.0)]), ""),
     ] {

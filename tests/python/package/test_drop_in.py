@@ -198,7 +198,7 @@ def test_files_that_are_no_models_are_refused_by_what_they_are(tmp_path):
         "old.pt": (b"\x80\x02}q\0X" + bytes(60), "a pickle"),
         "a.npz": (b"PK\x03\x04" + bytes(60), "a ZIP file"),
         "config.json": (b'{"model_type": "llama"}', "a JSON text"),
-        "other.bin": (b"some bytes, 32 of them, at least", "no file of a known kind \\(safetensors, GGUF, NumPy\\)"),
+        "other.bin": (b"some bytes, 32 of them, at least", "no file of a known kind \\(safetensors, "),
     }
     for name, (data, what) in blobs.items():
         path = tmp_path / name

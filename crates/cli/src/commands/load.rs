@@ -48,9 +48,10 @@ Examples:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000..0x100000600
 
-These files are parsed: FORMATS. Any other file is loaded as one run of bytes.
-To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export and --send-to \
-hand a file in host memory to another process.
+These files are parsed: FORMATS.
+Any other file is loaded as one run of bytes.
+To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export hands a file in host \
+memory to another process.
 A directory, or a *.safetensors.index.json, stands for the files of the model.
 Addresses are START..END, without END. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30).
 

@@ -132,7 +132,7 @@ fn find<S>(options: &[SpecOption<S>], key: &str) -> Option<usize> {
 }
 
 /// The word that was meant, if one is like it: by few letters that were added, left out or changed.
-pub(crate) fn nearest<'a>(word: &str, among: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(word: &str, among: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let near = among.map(|other| (distance(word, other), other)).filter(|(n, other)| *n > 0 && *n <= other.len() / 3);
     near.min().map(|(_, other)| other)
 }
