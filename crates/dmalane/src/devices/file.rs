@@ -5,7 +5,7 @@ use std::error::Error;
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 
 use super::kind::{Ability, OpenResult, Spec};
-use super::option::{SpecOption, rough, size};
+use super::option::{SpecOption, rough};
 use crate::open_options::OpenOptions;
 use crate::size::Size;
 
@@ -32,10 +32,6 @@ impl Spec for FileSpec {
         }
     }
 
-    fn what(&self) -> String {
-        self.paths.h2c.display().to_string()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
         vec![
             SpecOption::valued(
@@ -46,7 +42,6 @@ impl Spec for FileSpec {
                     spec.paths.c2h = text.into();
                     Ok(())
                 },
-                |spec| (spec.paths.c2h != spec.paths.h2c).then(|| spec.paths.c2h.display().to_string()),
             )
             .with_commas(),
             SpecOption::valued(
@@ -54,24 +49,12 @@ impl Spec for FileSpec {
                 "OFFSET",
                 "try io_uring; a character device is probed first: 16KiB at this offset are written, read back and \
                  restored",
-                |spec, text| match text.parse::<Size>() {
-                    Ok(at) => {
-                        spec.options.probe_at = Some(at.bytes());
-                        Ok(())
-                    }
-                    Err(e) => Err(e.to_string()),
-                },
-                |spec| spec.options.probe_at.map(size),
-            ),
-            SpecOption::flag(
-                "direct",
-                "direct I/O, past the page cache",
-                |spec, _| {
-                    spec.options.direct = true;
+                |spec: &mut Self, text| {
+                    spec.options.probe_at = Some(text.parse::<Size>().map_err(|e| e.to_string())?.bytes());
                     Ok(())
                 },
-                |spec| spec.options.direct.then(String::new),
             ),
+            SpecOption::flag("direct", "direct I/O, past the page cache", |spec: &mut Self| spec.options.direct = true),
         ]
     }
 
@@ -81,7 +64,7 @@ impl Spec for FileSpec {
         Ok(Box::new(FileDevice::open(self.paths.clone(), FileDeviceOptions { overwrite, threads, ..self.options })?))
     }
 
-    fn more(&self, _: &str, bytes: u64) -> Option<String> {
+    fn more(_: &str, _: &str, bytes: u64) -> Option<String> {
         Some(format!("a file of {}", rough(bytes)))
     }
 }

@@ -9,7 +9,6 @@ use std::sync::Arc;
 
 use rustix::fs::SeekFrom;
 
-use super::error::ModelError;
 use crate::container::{FormatError, Model, gguf};
 use crate::error::Error;
 use crate::manifest::ManifestFile;
@@ -28,15 +27,8 @@ pub struct ModelFile {
     select: Option<Select>,
     /// Bytes behind its last tensor that belong to none.
     pub(super) behind: u64,
-    /// The hashes that its tensors must have.
-    pub(super) expected: Option<Expected>,
-}
-
-/// The part of a manifest that is about a file.
-pub(super) struct Expected {
-    pub file: ManifestFile,
-    /// For each tensor of the file, its region.
-    pub regions: Vec<usize>,
+    /// The part of a manifest that is about it: a region for each of its tensors, in their order.
+    pub(super) expected: Option<ManifestFile>,
 }
 
 /// Bytes of these ranges, which lie in order, that are in holes of a file. Where the file system does not tell, none.
@@ -116,8 +108,8 @@ impl ModelFile {
     /// Opens the file, which must be the one that was parsed.
     ///
     /// # Errors
-    /// [`ModelError::Replaced`], [`ModelError::Load`].
-    pub fn open(&self) -> Result<OpenFile, ModelError> {
+    /// [`Error::Changed`], [`Error::File`].
+    pub fn open(&self) -> Result<OpenFile, Error> {
         let failed = |what, source| Error::File { path: self.path.clone(), what, source };
         let file = match &self.kept {
             Some(file) => file.try_clone(),
@@ -126,7 +118,7 @@ impl ModelFile {
         let file = file.map_err(|e| failed("open it", e))?;
         let meta = file.metadata().map_err(|e| failed("read its size", e))?;
         if meta.is_file() && identity(&meta) != self.identity {
-            return Err(ModelError::Replaced { path: self.path.clone(), before: self.identity.2, now: meta.len() });
+            return Err(Error::Changed { path: self.path.clone(), before: self.identity.2, now: meta.len() });
         }
         Ok(OpenFile::parsed(&self.path, file, self.contents.clone(), self.select.clone()))
     }
@@ -143,7 +135,7 @@ impl ModelFile {
     }
 
     /// Refuses to read a part of a tensor whose hash is to be checked.
-    pub(super) fn check_parts(&self) -> Result<(), ModelError> {
-        if self.expected.is_some() { Err(ModelError::Unchecked) } else { Ok(()) }
+    pub(super) fn check_parts(&self) -> Result<(), Error> {
+        if self.expected.is_some() { Err(Error::Unchecked) } else { Ok(()) }
     }
 }
