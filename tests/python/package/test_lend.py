@@ -222,6 +222,10 @@ def test_a_bad_file_says_where(tmp_path, model):
         dmalane.load_file(tmp_path / "missing.safetensors")
     assert error.value.errno == 2 and error.value.path.endswith("missing.safetensors")
     assert isinstance(error.value, FileNotFoundError) and error.value.filename == error.value.path
+    # A path that could be the name of a model, too.
+    with pytest.raises(FileNotFoundError, match="has no such model") as missing:
+        dmalane.load_file("nowhere/m.safetensors")
+    assert isinstance(missing.value, dmalane.FileMissingError) and missing.value.errno == 2
     import copy
     import pickle
 
