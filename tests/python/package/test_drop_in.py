@@ -1,6 +1,8 @@
 """In place of safetensors: the same names, orders, devices and answers."""
 
 import inspect
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +86,35 @@ def test_prefetch_hands_out_each_tensor_once(file):
             f.prefetch(threads=0)
         with pytest.raises(ValueError, match='framework="pt"'):
             f.prefetch(device="cuda:0")
+
+
+def test_prefetch_begins_at_once(file):
+    with dmalane.safe_open(file) as f, f.prefetch():
+        until = time.monotonic() + 30
+        while not f.report()["bytes"]:
+            assert time.monotonic() < until, "nothing is read before it is asked for"
+            time.sleep(0.01)
+
+
+def test_what_prefetch_could_not_give_can_be_asked_for_again(file, tmp_path):
+    """And is no end of an iteration, which `map` would take for that of its names."""
+    manifest = dmalane.manifest(file)
+    data = bytearray(Path(file).read_bytes())
+    data[-1] ^= 1
+    changed = tmp_path / "changed" / "m.safetensors"
+    changed.parent.mkdir()
+    changed.write_bytes(data)
+    with dmalane.safe_open(changed, verify=manifest) as f, f.prefetch() as ahead:
+        for _ in range(2):
+            with pytest.raises(dmalane.IntegrityError):
+                list(map(ahead.take, ["s"]))
+        assert [value.size for value in map(ahead.take, ["a", "b"])] == [24, 3]
+    with dmalane.safe_open(file, memory_limit=4096) as f, f.prefetch({"a": slice(0, 2)}) as ahead:
+        lent = f.get_tensor("a")
+        with pytest.raises(dmalane.MemoryLimitError):
+            ahead.take("a")
+        del lent
+        assert ahead.take("a").shape == (2, 6)
 
 
 def test_the_bytes_of_a_file_are_loaded(file):
