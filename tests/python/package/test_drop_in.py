@@ -215,6 +215,16 @@ def test_a_module_with_tied_weights_is_saved_and_loaded(tmp_path):
         dmalane.torch.load_model(torch.nn.Sequential(*made(), torch.nn.Linear(8, 2, bias=False)), ours)
     found = dmalane.torch.load_model(torch.nn.Sequential(torch.nn.Embedding(8, 4)), ours, strict=False)
     assert found == ([], ["1.bias"])
+    # The half of a weight is not the whole, which is the half.
+    halves = torch.nn.Module()
+    halves.whole = torch.nn.Parameter(torch.zeros(2, 4))
+    halves.half = torch.nn.Parameter(halves.whole.data[0])
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    dmalane.torch.save_file({"half": torch.ones(4)}, half)
+    dmalane.torch.save_file({"whole": torch.ones(2, 4)}, whole)
+    with pytest.raises(RuntimeError, match="missing in the file: whole"):
+        dmalane.torch.load_model(halves, half)
+    assert dmalane.torch.load_model(halves, whole) == ([], [])
     block = torch.zeros(8)
     with pytest.raises(RuntimeError, match="'x', 'y' share memory.*save_model"):
         dmalane.torch.save_file({"x": block[:5], "y": block[4:]}, tmp_path / "z")
