@@ -174,10 +174,11 @@ class safe_open:
         convert, move = converter(framework), _to_device(framework, device)
         self._convert = (lambda tensor: move(convert(tensor))) if move else convert
         self._files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
+        self._paths = self._files.paths()
         self._starts: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<safe_open of {', '.join(self._files.paths())}>"
+        return f"<safe_open of {', '.join(self._paths)}>"
 
     def _of(self, name: str, read: Callable[[str], _T]) -> _T:
         """What `read` gives for a name; if there is no such tensor, the error names one that is called almost so."""
@@ -237,7 +238,8 @@ class safe_open:
     def prefetch(
         self, plan: Mapping[str, slice | None] | None = None, *, device: str | int | Any = None, threads: int = 8
     ) -> Prefetch:
-        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension.
+        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension. Slices are
+        read when they are taken.
 
         device: where they go; by default that of this object. threads: at least 1; the engine reads with as many as the
         files take."""

@@ -44,7 +44,11 @@ if child == 0:
     # Memory is a copy of its own, and files are opened as ever.
     if tensors[name].tobytes() != lent.tobytes() or dmalane.load_file(path, "bytes")[name].tobytes() != lent.tobytes():
         wrong.append("memory")
-    f.close()
+    # What tells what it is, and the ends of `with`.
+    if path not in repr(f):
+        wrong.append(repr(f))
+    with f, registered:
+        pass
     del uses, use, stream, f, device, on_device, registered, lent, tensors
     import gc; gc.collect()
     print(wrong or "refused", flush=True)
