@@ -357,3 +357,23 @@ def test_nothing_that_is_optional_is_imported():
     assert done.stdout == "[]\n", done.stderr
     package = Path(dmalane.__file__).parent
     assert (package / "py.typed").exists()
+
+
+def test_others_run_while_a_report_looks_into_files(tmp_path):
+    """A file that does not open before somebody writes to it stands for one of a slow file system."""
+    path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [4], b"1234")})
+    done = run(
+        """
+        import os, sys, threading
+        import dmalane
+
+        f = dmalane.safe_open(sys.argv[1])
+        os.remove(sys.argv[1])
+        os.mkfifo(sys.argv[1])
+        timer = threading.Timer(0.1, lambda: open(sys.argv[1], "w").close())
+        timer.start()
+        f.report()
+        """,
+        path,
+    )
+    assert done.returncode == 0, done.stderr
