@@ -158,7 +158,12 @@ impl FileDeviceQueue {
     /// Falls back to threads when the kernel refuses to enter its ring.
     fn fall_back(&mut self, why: Fallback) {
         let back = self.mover.cancel_all();
-        self.device.how().reasons.push(why);
+        let mut how = self.device.how();
+        // Another queue may have said so before.
+        if !how.reasons.contains(&why) {
+            how.reasons.push(why);
+        }
+        drop(how);
         if !self.state.is_running() {
             return back.into_iter().for_each(|request| self.give_back(request, None));
         }
@@ -378,12 +383,16 @@ mod tests {
         if !device.how().uring {
             return println!("SKIPPED: {}", note());
         }
-        let mut queue = device.queue().unwrap();
+        let queues = [(); 2].map(|()| device.queue().unwrap());
         assert_eq!(note(), "by buffered I/O, io_uring");
-        let Mover::Ring(ring) = &mut queue.mover else { panic!("{queue:?}") };
-        ring.fail_enter = true;
-        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
-        run(&mut queue, Operation::write(slice, DeviceAddr::Card(CardAddr::new(0))), Duration::from_secs(30)).unwrap();
+        for mut queue in queues {
+            let Mover::Ring(ring) = &mut queue.mover else { panic!("{queue:?}") };
+            ring.fail_enter = true;
+            let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+            let write = Operation::write(slice, DeviceAddr::Card(CardAddr::new(0)));
+            run(&mut queue, write, Duration::from_secs(30)).unwrap();
+        }
         assert!(note().starts_with("by buffered I/O, pread and pwrite on threads (io_uring failed"), "{}", note());
+        assert_eq!(device.how().reasons.len(), 1, "said once: {}", note());
     }
 }
