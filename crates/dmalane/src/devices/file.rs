@@ -5,9 +5,8 @@ use std::error::Error;
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 
 use super::kind::{Ability, OpenResult, Spec};
-use super::option::{SpecOption, rough, size};
+use super::option::{SpecOption, rough};
 use crate::open_options::OpenOptions;
-use crate::size::Size;
 
 /// One file, or one for each direction: `file:PATH`.
 #[derive(Clone, PartialEq, Debug)]
@@ -49,20 +48,6 @@ impl Spec for FileSpec {
                 |spec| (spec.paths.c2h != spec.paths.h2c).then(|| spec.paths.c2h.display().to_string()),
             )
             .with_commas(),
-            SpecOption::valued(
-                "probe-at",
-                "OFFSET",
-                "try io_uring; a character device is probed first: 16KiB at this offset are written, read back and \
-                 restored",
-                |spec, text| match text.parse::<Size>() {
-                    Ok(at) => {
-                        spec.options.probe_at = Some(at.bytes());
-                        Ok(())
-                    }
-                    Err(e) => Err(e.to_string()),
-                },
-                |spec| spec.options.probe_at.map(size),
-            ),
             SpecOption::flag(
                 "direct",
                 "direct I/O, past the page cache",
