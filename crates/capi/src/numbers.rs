@@ -97,8 +97,9 @@ pub(crate) fn number_of(error: &OpError) -> Number {
 fn number_of_failure(failure: &QueueFailure) -> Number {
     match failure {
         QueueFailure::Refused(reason) => number_of_refusal(reason),
-        QueueFailure::Stopped(reason) | QueueFailure::Io(IoError::Halted(reason)) => number_of_stop(reason),
-        QueueFailure::Io(IoError::TimedOut(_)) | QueueFailure::TimedOut(_) => Number::Kernel(ETIMEDOUT),
+        QueueFailure::Stopped(reason) => number_of_stop(reason),
+        QueueFailure::Io(IoError::Failed { error, .. }) => number_of(error),
+        QueueFailure::TimedOut(_) => Number::Kernel(ETIMEDOUT),
         _ => Number::Kernel(EIO),
     }
 }
@@ -240,11 +241,12 @@ mod tests {
             let memory = MemoryError::Driver { len: 1, placement: Placement::Default, source: error() };
             assert_eq!(number_of_memory(&memory).get(), of_memory, "{memory}");
         }
+        let at = dmalane::queue::DeviceAddr::Card(dmalane::addr::CardAddr::new(0));
         let numbers = [
             number_of(&OpError::Stopped(lost())),
             number_of_refusal(&Refusal::Stopped(lost())),
             Refused::from(load(lost().into())).0,
-            Refused::from(load(IoError::Halted(lost()).into())).0,
+            Refused::from(load(IoError::Failed { at, error: OpError::Stopped(lost()) }.into())).0,
         ];
         assert!(numbers.iter().all(|number| number.get() == ENODEV));
         assert_eq!(Refused::from(load(QueueFailure::TimedOut(Duration::from_millis(5)))).0.get(), ETIMEDOUT);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use dmalane_addr::FileOffset;
 use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
-use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
+use dmalane_queue::{DeviceQueue, OpError, Queue, QueueAddr};
 
 use crate::again::Reread;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
@@ -50,12 +50,14 @@ impl OpenDevice {
         read.map_err(|stopped| match stopped {
             Stopped::Sink(error) => error,
             Stopped::Read(IoError::Memory(source)) => Error::Memory(source),
-            Stopped::Read(IoError::Failed { at: place, error }) => Error::Transfer {
-                path: file.path.clone(),
-                at: FileOffset::new(loaded.tensor.at.bits() + (place.bits() - at.bits())),
-                tensor: Some(loaded.tensor.name.clone()),
-                source: error,
-            },
+            Stopped::Read(IoError::Failed { at: place, error }) if !matches!(error, OpError::Stopped(_)) => {
+                Error::Transfer {
+                    path: file.path.clone(),
+                    at: FileOffset::new(loaded.tensor.at.bits() + (place.bits() - at.bits())),
+                    tensor: Some(loaded.tensor.name.clone()),
+                    source: error,
+                }
+            }
             Stopped::Read(other) => Error::Queue { path: file.path.clone(), end: "device", source: other.into() },
         })
     }

@@ -102,7 +102,7 @@ fn scratch(dir: &Path) -> io::Result<File> {
 fn read_block(queue: &mut FileQueue) -> Result<(), Box<dyn std::error::Error>> {
     let block = AnonHeap::new().allocate(queue.alignment())?.share().into_slice();
     match run(queue, Operation::read(block, FileOffset::new(0)), Duration::from_secs(10)) {
-        Ok(_) | Err(RunError::Failed(_, OpError::EndOfFile { .. })) => Ok(()),
+        Ok(_) | Err(RunError { error: OpError::EndOfFile { .. }, .. }) => Ok(()),
         Err(e) => Err(e.to_string().into()),
     }
 }
