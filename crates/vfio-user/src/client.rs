@@ -100,8 +100,8 @@ impl Socket {
         Ok(answer)
     }
 
-    /// The length of a region. Nothing of it is mapped, also where that is offered: page tables are written many entries
-    /// at a time, for which messages are fast enough.
+    /// The length of a region. Nothing of it is mapped, also where that is offered: page tables are written many
+    /// entries at a time, for which messages are fast enough.
     fn region_len(&mut self, index: u32) -> Result<u64, Error> {
         let body = Body::default().u32(REGION_INFO).u32(0).u32(index).u32(0).u64(0).u64(0);
         let info = self.ask(Command::RegionInfo, &body.0, &[])?;
