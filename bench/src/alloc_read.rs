@@ -19,7 +19,7 @@ use dmalane::dma::{
 };
 use dmalane::file::{FileQueue, Io, Mode, read_now};
 use dmalane::queue::{Operation, Queue};
-use dmalane::{AllocAndRead, AllocRead, FileOptions, OpenDevice, Placement, ReadOptions, Scheme, open_file};
+use dmalane::{AllocRead, FileOptions, OpenDevice, Placement, ReadOptions, alloc_and_read, open_file};
 use rustix::io::Errno;
 use rustix::pipe::{SpliceFlags, fcntl_setpipe_size, pipe, splice};
 use rustix::time::{ClockId, clock_gettime};
@@ -461,10 +461,11 @@ impl Bench {
         self.prepare(cached)?;
         self.touch(row)?;
         let large = self.size >= LARGE;
-        let ours = |bench: &Self, mode, scheme| -> Result<Left> {
+        let ours = |bench: &Self, mode, chunk| -> Result<Left> {
             let file = File::open(&bench.path)?;
-            let options = ReadOptions { mode, scheme, ..bench.read.clone() };
-            Ok(Left::Ours(Box::new(AnonHeap::new().alloc_and_read(&file, .., &options)?)))
+            let mut options = ReadOptions { mode, ..bench.read.clone() };
+            options.fill.chunk = chunk;
+            Ok(Left::Ours(Box::new(alloc_and_read(&AnonHeap::new(), &file, .., &options)?)))
         };
         let measured = row == AUTO && cold && large;
         let resident = measured.then(|| Resident::begin(self.size));
@@ -522,7 +523,7 @@ impl Bench {
             }
             OURS_UDMABUF => {
                 let (file, heap) = (File::open(&self.path)?, MemfdHeap::starting_at(PageKind::Base));
-                let read = heap.alloc_and_read(&file, .., &self.read)?;
+                let read = alloc_and_read(&heap, &file, .., &self.read)?;
                 if let Err(e) = export_dma_buf(&read.buffer.shared().reference()) {
                     self.missing.insert(row, e.to_string());
                     return Ok(None);
@@ -530,7 +531,7 @@ impl Bench {
                 Left::Ours(Box::new(read))
             }
             OURS_DMA_HEAP => match DmaHeap::open("system") {
-                Ok(heap) => Left::Ours(Box::new(heap.alloc_and_read(&File::open(&self.path)?, .., &self.read)?)),
+                Ok(heap) => Left::Ours(Box::new(alloc_and_read(&heap, &File::open(&self.path)?, .., &self.read)?)),
                 Err(e) => {
                     self.missing.insert(row, e.to_string());
                     return Ok(None);
@@ -561,20 +562,20 @@ impl Bench {
                 Err(e) => return Err(e.into()),
             },
             PLAIN => Left::Bytes(std::fs::read(&self.path)?),
-            BEFORE => ours(self, Mode::Direct, Scheme::Sequential)?,
-            OURS_BUFFERED => ours(self, Mode::Buffered, Scheme::Overlap)?,
-            OURS => ours(self, Mode::Direct, Scheme::Overlap)?,
+            BEFORE => ours(self, Mode::Direct, u64::MAX)?,
+            OURS_BUFFERED => ours(self, Mode::Buffered, self.read.fill.chunk)?,
+            OURS => ours(self, Mode::Direct, self.read.fill.chunk)?,
             POOLED | POOLED_SHARED => {
                 let pool = if row == POOLED { &self.pool } else { &self.pool_shared };
                 let file = File::open(&self.path)?;
-                Left::Ours(Box::new(pool.alloc_and_read(&file, .., &self.read)?))
+                Left::Ours(Box::new(alloc_and_read(&pool, &file, .., &self.read)?))
             }
-            AUTO => ours(self, Mode::Auto, Scheme::Overlap)?,
+            AUTO => ours(self, Mode::Auto, self.read.fill.chunk)?,
             HASHED => {
                 let file = File::open(&self.path)?;
                 let mut options = self.read.clone();
                 options.fill.checksum = true;
-                let read = AnonHeap::new().alloc_and_read(&file, .., &options)?;
+                let read = alloc_and_read(&AnonHeap::new(), &file, .., &options)?;
                 if read.buffer.checksum() != Some(self.hash) {
                     return Err(format!("{row}: not the hash of the file").into());
                 }
@@ -583,13 +584,13 @@ impl Bench {
             FIRST | SECOND => {
                 let (file, half) = (File::open(&self.path)?, self.size / 2);
                 let range = if row == FIRST { 0..half } else { half..self.size };
-                drop(AnonHeap::new().alloc_and_read(&file, range, &self.read)?);
+                drop(alloc_and_read(&AnonHeap::new(), &file, range, &self.read)?);
                 return Ok(Some(start.elapsed().as_secs_f64()));
             }
             SHARED | SHARED_HUGE => {
                 let pages = if row == SHARED { PageKind::Base } else { PageKind::Hugetlb2M };
                 let (file, heap) = (File::open(&self.path)?, MemfdHeap::starting_at(pages));
-                let read = heap.alloc_and_read(&file, .., &self.read)?;
+                let read = alloc_and_read(&heap, &file, .., &self.read)?;
                 // Those of the reference are of the same kind.
                 if row == SHARED_HUGE && read.buffer.shared().backing().kind == PageKind::Base {
                     return Ok(None);
@@ -749,7 +750,7 @@ impl Bench {
             rustix::thread::set_thread_res_uid(nobody, nobody, nobody).map_err(|e| e.to_string())?;
             let start = Instant::now();
             let file = File::open(path).map_err(|e| format!("nobody cannot open it: {e}"))?;
-            let read = AnonHeap::new().alloc_and_read(&file, .., options).map_err(|e| e.to_string())?;
+            let read = alloc_and_read(&AnonHeap::new(), &file, .., options).map_err(|e| e.to_string())?;
             Ok((start.elapsed().as_secs_f64(), read))
         };
         std::thread::scope(|scope| scope.spawn(read).join().unwrap_or_else(|_| Err("it panicked".to_owned())))

@@ -18,11 +18,11 @@ pub fn of(arguments: &[&str]) -> Result<f64, Box<dyn Error>> {
 }
 
 /// Bytes that no cache of the processor holds: twice those of the last one as the kernel says, whoever shares it, in
-/// multiples of 64 MiB, and 256 MiB at least.
+/// multiples of 128 MiB, and 256 MiB at least.
 pub fn past_the_caches() -> usize {
     let read = |i: usize| std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size")).ok();
     let last = (0..8).map_while(read).filter_map(|size| size_of_cache(&size)).max();
-    (2 * last.unwrap_or(0)).next_multiple_of(64 << 20).max(256 << 20)
+    (2 * last.unwrap_or(0)).next_multiple_of(128 << 20).max(256 << 20)
 }
 
 /// Bytes of a size such as `32768K`.

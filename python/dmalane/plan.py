@@ -332,7 +332,8 @@ def tensors(
     seen = repr([(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, s.reader, types[s.name]) for s in shares])
     digest = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:7], "little") if failure is None else -1 - rank
     seen_by_all = torch.tensor([digest, -digest], device=device)
-    _done(dist.all_reduce(seen_by_all, dist.ReduceOp.MAX, group=group, async_op=True))
+    together = _Group(group, world, rank)
+    together.do("compare the files", dist.all_reduce, seen_by_all, dist.ReduceOp.MAX)
     if failure is not None:
         raise failure
     if seen_by_all[0] != -seen_by_all[1]:
@@ -349,14 +350,15 @@ def tensors(
             except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
                 failure = error
             failed = torch.tensor([int(failure is not None)], device=device)
-            _done(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
+            first = repr(batch.shares[0].name)
+            together.do(f"read tensor {first} and those behind it", dist.all_reduce, failed, dist.ReduceOp.MAX)
             if failure is not None:
                 raise failure
             if failed.item():
                 raise RuntimeError("another rank of the group could not read its share")
             following = next(batches, None)
             ahead = following and pool.submit(following.read, files)
-            yield from _exchange(batch, memory, types, group, world, device)
+            yield from _exchange(batch, memory, types, together, device)
             batch, memory = following, None
     remember(files.report)
 
@@ -382,27 +384,62 @@ def _shares(
     ]
 
 
-def _done(work: Any) -> None:
-    """Waits for the group. The backends' own waiting does not notice Ctrl-C."""
+class _Group:
+    """The ranks, and what they do together."""
+
+    def __init__(self, group: Any, world: int, rank: int) -> None:
+        self.group, self.world, self.rank = group, world, rank
+
+    def do(self, what: str, collective: Callable[..., Any], *args: Any) -> None:
+        """Runs a collective operation to its end. The backends' own waiting does not notice Ctrl-C, and their own
+        errors name an address at most."""
+        try:
+            _wait(collective(*args, group=self.group, async_op=True))
+        except RuntimeError as error:
+            gone = ", ".join(str(rank) for rank in self._gone())
+            why = f" (lost: rank {gone} of the group)" if gone else ""
+            raise RuntimeError(f"the ranks could not {what}{why}: {error}") from error
+
+    def _gone(self) -> list[int]:
+        """The ranks that ended, as far as the backend tells: Gloo refuses at once to send to one."""
+        import torch
+        import torch.distributed as dist
+
+        gone: list[int] = []
+        for other in range(self.world if "gloo" in dist.get_backend(self.group) else 0):
+            try:
+                if other != self.rank:
+                    to = dist.get_global_rank(self.group or dist.group.WORLD, other)
+                    _wait(dist.isend(torch.zeros(1), to, group=self.group), 0.1)
+            except RuntimeError:
+                gone.append(other)
+        return gone
+
+
+def _wait(work: Any, seconds: float = math.inf) -> None:
+    """Waits for an operation to end, or for so long."""
     began = time.monotonic()
     while not work.is_completed():
-        time.sleep(min(0.01, (time.monotonic() - began) / 10))
+        if (waited := time.monotonic() - began) > seconds:
+            return
+        time.sleep(min(0.01, waited / 10))
     work.wait()
 
 
 def _exchange(
-    batch: _Batch, memory: tuple[Buffer, Buffer | None], types: dict[str, Any], group: Any, world: int, device: Any
+    batch: _Batch, memory: tuple[Buffer, Buffer | None], types: dict[str, Any], together: _Group, device: Any
 ) -> Iterator[tuple[str, Any]]:
     import torch
     import torch.distributed as dist
 
     flat, blocks = (None if one is None else torch.frombuffer(one, dtype=torch.uint8).to(device) for one in memory)
-    rank = batch.rank
+    rank, world, first = batch.rank, together.world, repr(batch.shares[0].name)
     if batch.span:
         common = flat[: world * batch.span]
         # The name since PyTorch 2.13, and before.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        _done(gather(common, common[rank * batch.span :][: batch.span].clone(), group=group, async_op=True))
+        mine = common[rank * batch.span :][: batch.span].clone()
+        together.do(f"hand round tensor {first} and those behind it", gather, common, mine)
     for share in batch.shares:
         at, size = batch.places[share.name], share.bytes_of(rank)
         if share.name in batch.block_places and share.nbytes:
@@ -417,10 +454,11 @@ def _exchange(
             come_bytes = [count * (stop - start) * share.inner for count, (start, stop) in come]
             sent_bytes = [one.numel() for one in sent]
             into, sent_all = flat[at : at + size], torch.cat(sent)
-            _done(dist.all_to_all_single(into, sent_all, come_bytes, sent_bytes, group=group, async_op=True))
+            exchange = dist.all_to_all_single
+            together.do(f"hand round tensor {share.name!r}", exchange, into, sent_all, come_bytes, sent_bytes)
         if share.kind == "give" and share.nbytes:
-            reader = dist.get_global_rank(group or dist.group.WORLD, share.reader)
-            _done(dist.broadcast(flat[at : at + size], reader, group=group, async_op=True))
+            reader = dist.get_global_rank(together.group or dist.group.WORLD, share.reader)
+            together.do(f"hand round tensor {share.name!r}", dist.broadcast, flat[at : at + size], reader)
         if (shape := share.shape_of(rank)) is not None:
             part = flat[at : at + size] if size else torch.empty(0, dtype=torch.uint8, device=device)
             yield share.name, part.view(types[share.name]).view(shape)

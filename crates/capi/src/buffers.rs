@@ -13,7 +13,7 @@ use std::time::Duration;
 use dmalane::dma::{Needs, Picked, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Extent, FillOptions, FilledBuf, Job};
-use dmalane::{AllocAndRead, ModelError, OpenFile, Read, ReadOptions, error_chain};
+use dmalane::{OpenFile, Read, ReadOptions, error_chain};
 use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
@@ -83,7 +83,7 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &DmlReadConfig) -> R
         len => Bound::Excluded(end(request.offset, len)?),
     };
     let range = (Bound::Included(request.offset), end);
-    let read = picked.heap.alloc_and_read(&owned(file)?, range, &options)?;
+    let read = dmalane::alloc_and_read(&*picked.heap, &owned(file)?, range, &options)?;
     Ok(add(read.buffer))
 }
 
@@ -117,7 +117,7 @@ pub(crate) fn read_ranges(
                     let what = format_args!("range {i} goes to the end of a stream, which has none");
                     return Err(Refused::new(Number::Kernel(ESPIPE), what));
                 }
-                sources[source].size().map_err(ModelError::from)?.saturating_sub(range.offset)
+                sources[source].size()?.saturating_sub(range.offset)
             }
             len => len,
         };

@@ -2,12 +2,12 @@
 
 use std::error::Error as StdError;
 
-use dmalane::device::{IoError, MemoryError, SpaceError};
+use dmalane::device::{MemoryError, SpaceError};
 use dmalane::file;
-use dmalane::load::Error as LoadingError;
-use dmalane::load::fill::{FillError, QueueFailure};
+use dmalane::load::Error as LoadError;
+use dmalane::load::fill::FillError;
 use dmalane::queue::{OpError, Refusal, StopReason};
-use dmalane::{ModelError, OpenError, ReadError, error_chain};
+use dmalane::{OpenError, error_chain};
 use dmalane_vm::Errno;
 use dmalane_vm::array::ArrayError;
 
@@ -30,7 +30,12 @@ const ECANCELED: i32 = 125;
 pub(crate) fn os(error: &std::io::Error) -> Number {
     let mut causes = std::iter::successors(Some(error as &(dyn StdError + 'static)), |&e| e.source());
     let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
-    Number::Kernel(number.unwrap_or(EIO))
+    match number {
+        Some(number) => Number::Kernel(number),
+        // Found out without asking the kernel.
+        None if error.kind() == std::io::ErrorKind::NotFound => Errno::NoEnt.into(),
+        None => Number::Kernel(EIO),
+    }
 }
 
 /// The number of an error about a file that was to be opened.
@@ -39,23 +44,6 @@ pub(crate) fn number_of_file(error: &file::Error) -> Number {
         file::Error::Open { source, .. } => os(source),
         file::Error::NotAFile { kind: "directory", .. } => Number::Kernel(EISDIR),
         file::Error::NoDirect { .. } | file::Error::NoUring { .. } => Errno::NotSup.into(),
-        _ => Number::Kernel(EIO),
-    }
-}
-
-/// The number of an error of a read into memory.
-pub(crate) fn number_of_read(error: &ReadError) -> Number {
-    match error {
-        ReadError::Open { source, .. } => os(source),
-        ReadError::File(error) => number_of_file(error),
-        ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => Number::Kernel(ENODATA),
-        ReadError::Read { error: OpError::Io { errno, .. }, .. } => Number::Kernel(*errno),
-        ReadError::Changed { .. } => Number::Kernel(ESTALE),
-        ReadError::Limit { .. } | ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
-            Errno::NoMem.into()
-        }
-        ReadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
-        ReadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
         _ => Number::Kernel(EIO),
     }
 }
@@ -90,16 +78,6 @@ pub(crate) fn number_of(error: &OpError) -> Number {
         OpError::Cancelled => Errno::Canceled.into(),
         OpError::Stopped(reason) => number_of_stop(reason),
         OpError::Refused(reason) => number_of_refusal(reason),
-        _ => Number::Kernel(EIO),
-    }
-}
-
-fn number_of_failure(failure: &QueueFailure) -> Number {
-    match failure {
-        QueueFailure::Refused(reason) => number_of_refusal(reason),
-        QueueFailure::Stopped(reason) => number_of_stop(reason),
-        QueueFailure::Io(IoError::Failed { error, .. }) => number_of(error),
-        QueueFailure::TimedOut(_) => Number::Kernel(ETIMEDOUT),
         _ => Number::Kernel(EIO),
     }
 }
@@ -169,8 +147,7 @@ macro_rules! refused {
 }
 
 refused! {
-    ModelError: number_of_model,
-    ReadError: number_of_read,
+    LoadError: number_of_load,
     OpenError: number_of_open,
     MemoryError: number_of_memory,
     SpaceError: number_of_space,
@@ -179,32 +156,26 @@ refused! {
     ArrayError: |error: &ArrayError| error.reason.errno(),
 }
 
-/// The number of an error of a model.
-pub(crate) fn number_of_model(error: &ModelError) -> Number {
+/// The number of an error of files: of opening, reading, loading or verifying them.
+pub(crate) fn number_of_load(error: &LoadError) -> Number {
     match error {
-        ModelError::Load(LoadingError::Format { .. }) => Errno::Inval.into(),
-        ModelError::Load(LoadingError::File { source, .. }) => os(source),
-        ModelError::Load(LoadingError::Read { source, .. } | LoadingError::Transfer { source, .. }) => {
-            number_of(source)
+        LoadError::Format { .. } | LoadError::BadSlice(_) | LoadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
+        LoadError::File { source, .. } => os(source),
+        LoadError::Open(error) => number_of_file(error),
+        LoadError::Read { source, .. } | LoadError::Transfer { source, .. } => number_of(source),
+        LoadError::PastEnd { .. } => Number::Kernel(ENODATA),
+        LoadError::Changed { .. } => Number::Kernel(ESTALE),
+        LoadError::DeviceMemory { source, .. } => number_of_memory(source),
+        LoadError::Bind { source, .. } => number_of_space(source),
+        LoadError::Memory(error) => number_of_host(error),
+        LoadError::Limit { .. } | LoadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
+            Errno::NoMem.into()
         }
-        ModelError::Load(LoadingError::Queue { source, .. }) => number_of_failure(source),
-        ModelError::Load(LoadingError::Changed { .. }) => Number::Kernel(ESTALE),
-        ModelError::Load(LoadingError::DeviceMemory { source, .. }) => number_of_memory(source),
-        ModelError::Load(LoadingError::Bind { source, .. }) => number_of_space(source),
-        ModelError::Load(LoadingError::Memory(error)) => number_of_host(error),
-        ModelError::Load(LoadingError::Fill(FillError::NoRoom { .. })) => Errno::NoMem.into(),
-        ModelError::Load(LoadingError::Mismatch { .. }) => Number::Kernel(EBADMSG),
-        ModelError::Open(error) => number_of_file(error),
-        ModelError::Read(error) => number_of_read(error),
-        ModelError::Memory(error) => number_of_host(error),
-        ModelError::NoTensor(_) => Errno::NoEnt.into(),
-        ModelError::Twice { .. } | ModelError::BadSlice(_) => Errno::Inval.into(),
-        ModelError::Unlisted { .. } => Number::Kernel(EBADMSG),
-        ModelError::Load(LoadingError::Differs { .. }) => Number::Kernel(EBADMSG),
-        ModelError::Unchecked => Errno::NotSup.into(),
-        ModelError::Replaced { .. } => Number::Kernel(ESTALE),
-        ModelError::Limit { .. } => Errno::NoMem.into(),
-        ModelError::Cancelled | ModelError::Closed => Number::Kernel(ECANCELED),
+        LoadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
+        LoadError::Fill(FillError::Cancelled { .. }) | LoadError::Closed => Number::Kernel(ECANCELED),
+        LoadError::Mismatch { .. } | LoadError::Differs { .. } | LoadError::Unlisted { .. } => Number::Kernel(EBADMSG),
+        LoadError::NoTensor(_) => Errno::NoEnt.into(),
+        LoadError::Unchecked => Errno::NotSup.into(),
         _ => Number::Kernel(EIO),
     }
 }
@@ -220,7 +191,12 @@ mod tests {
     #[test]
     fn a_device_that_is_lost_is_gone_whatever_notices_it() {
         let lost = || StopReason::Lost("the GPU is lost".into());
-        let load = |source| ModelError::Load(LoadingError::Queue { path: "model".into(), end: "device", source });
+        let load = |reason| LoadError::Transfer {
+            path: "model".into(),
+            at: dmalane::addr::FileOffset::new(0),
+            tensor: None,
+            source: OpError::Stopped(reason),
+        };
         let vulkan = vulkan::CallError { call: "vkQueueBindSparse", result: Default::default() };
         let cuda = || cuda::Error::Call { call: "cuMemMap", code: 1, name: String::new(), text: String::new() };
         let cuda_lost = || cuda::Error::Lost(Box::new(cuda()));
@@ -241,15 +217,13 @@ mod tests {
             let memory = MemoryError::Driver { len: 1, placement: Placement::Default, source: error() };
             assert_eq!(number_of_memory(&memory).get(), of_memory, "{memory}");
         }
-        let at = dmalane::queue::DeviceAddr::Card(dmalane::addr::CardAddr::new(0));
         let numbers = [
             number_of(&OpError::Stopped(lost())),
             number_of_refusal(&Refusal::Stopped(lost())),
-            Refused::from(load(lost().into())).0,
-            Refused::from(load(IoError::Failed { at, error: OpError::Stopped(lost()) }.into())).0,
+            Refused::from(load(lost())).0,
         ];
         assert!(numbers.iter().all(|number| number.get() == ENODEV));
-        assert_eq!(Refused::from(load(QueueFailure::TimedOut(Duration::from_millis(5)))).0.get(), ETIMEDOUT);
-        assert_eq!(Refused::from(load(StopReason::Driver("a call failed".into()).into())).0.get(), EIO);
+        assert_eq!(Refused::from(load(StopReason::Timeout(Duration::from_millis(5)))).0.get(), ETIMEDOUT);
+        assert_eq!(Refused::from(load(StopReason::Driver("a call failed".into()))).0.get(), EIO);
     }
 }

@@ -12,7 +12,7 @@ use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refused as NotAccepted,
     Registered, Shape, StopReason, Ticket,
 };
-use dmalane::{HostModel, LoadOptions, ModelError, ModelOptions, OpenDevice, Placement};
+use dmalane::{HostModel, LoadOptions, ModelOptions, OpenDevice, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
@@ -570,5 +570,5 @@ pub(crate) fn unload(number: u64) -> Result<(), Refused> {
     let mut opened = load.target.lock_idle()?;
     let loaded = lock(&load.loaded).take();
     remove(&LOADS, number, "load")?;
-    loaded.map_or(Ok(()), |loaded| opened.device.unload(loaded)).map_err(|e| ModelError::from(e).into())
+    Ok(loaded.map_or(Ok(()), |loaded| opened.device.unload(loaded))?)
 }

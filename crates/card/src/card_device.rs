@@ -63,10 +63,11 @@ impl<B: Mmio + 'static> CardDevice<B> {
         let queue = |i| Ok::<Box<DeviceQueue>, Error>(Box::new(driver.queue(i)?));
         let queues = (0..driver.channels()).map(queue).collect::<Result<Vec<_>, _>>()?;
         let entries = queues.first().map_or(0, |q| q.limits().capacity);
+        let channels = if queues.len() == 1 { "1 channel".to_owned() } else { format!("{} channels", queues.len()) };
         let threads = how.threads.map_or(String::new(), |threads| format!("{threads}, "));
         let info = DeviceInfo {
             name: how.name,
-            notes: vec![format!("{} channels, {threads}rings of {entries}", queues.len())],
+            notes: vec![format!("{channels}, {threads}rings of {entries}")],
             polled: !bus.works_alone(),
             concurrent: how.concurrent,
             processors: how.processors,

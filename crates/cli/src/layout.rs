@@ -136,16 +136,13 @@ pub fn cut_front(name: &str, terminal: Option<usize>) -> String {
     }
 }
 
-/// The stage with the largest share of the wall time, as a line; start-up is what no stage took. Nothing without
+/// The stage with the largest share of the wall time, and that share; start-up is what no stage took. None without
 /// stages.
-pub fn bottleneck<S: Display>(stages: impl Iterator<Item = (S, f64)>) -> String {
+pub fn bottleneck<S: Display>(stages: impl Iterator<Item = (S, f64)>) -> Option<(String, f64)> {
     let stages: Vec<_> = stages.map(|(stage, share)| (stage.to_string(), share.min(1.0))).collect();
     let rest = 1.0 - stages.iter().map(|(_, share)| share).sum::<f64>();
-    match stages.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)) {
-        Some((stage, share)) if share >= rest => format!("Bottleneck: {stage} ({:.0} % of wall time)\n", share * 100.0),
-        Some(_) => format!("Bottleneck: start-up ({:.0} % of wall time)\n", rest * 100.0),
-        None => String::new(),
-    }
+    let most = stages.into_iter().max_by(|a, b| a.1.total_cmp(&b.1))?;
+    Some(if most.1 >= rest { most } else { ("start-up".to_owned(), rest) })
 }
 
 /// A number of things that are called `what`, of which the plural takes an s.
@@ -288,10 +285,10 @@ mod tests {
 
     #[test]
     fn the_bottleneck_is_the_largest_share_or_none_of_the_stages() {
-        let text = |stages: &[(&'static str, f64)]| bottleneck(stages.iter().copied());
-        assert_eq!(text(&[("read", 0.1), ("transfer", 0.82)]), "Bottleneck: transfer (82 % of wall time)\n");
-        assert_eq!(text(&[("read", 0.02), ("checksum", 0.03)]), "Bottleneck: start-up (95 % of wall time)\n");
-        assert_eq!(text(&[]), "");
+        let of = |stages: &[(&'static str, f64)]| bottleneck(stages.iter().copied());
+        assert_eq!(of(&[("read", 0.1), ("transfer", 0.82)]), Some(("transfer".to_owned(), 0.82)));
+        assert_eq!(of(&[("read", 0.25), ("checksum", 0.25)]), Some(("start-up".to_owned(), 0.5)));
+        assert_eq!(of(&[]), None);
     }
 
     #[test]

@@ -4,12 +4,13 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use dmalane::file::Mode;
+use dmalane::file::{Error as FileError, Mode};
 use dmalane::load::container;
 use dmalane::load::{Error, Inputs, Manifest, ModelSet};
-use dmalane::{FileOptions, ModelError, OpenFile};
+use dmalane::{FileOptions, OpenFile};
 
 use crate::failure::Failure;
+use crate::room::no_room;
 use crate::source::{Copied, SourceFile};
 
 /// How files are read.
@@ -46,7 +47,7 @@ impl ReadMode {
         let found = files(paths)?;
         inputs.whole = found != paths;
         for path in found {
-            inputs.files.push(open(&path, copied)?.into_input(self.options()).map_err(cannot_open)?);
+            inputs.files.push(open(&path, copied)?.into_input(self.options()).map_err(failure)?);
         }
         Ok(inputs)
     }
@@ -83,32 +84,32 @@ pub fn open(path: &Path, all: &mut Copied) -> Result<OpenFile, Failure> {
             all.add(copied);
             Ok(OpenFile::new(path, file))
         }
-        false => OpenFile::open(path).map_err(|e| cannot_read(path, &e)),
+        false => OpenFile::open(path).map_err(failure),
+    }
+}
+
+/// The failure to open or to read a file, with its path in the first line, once.
+pub fn failure(error: Error) -> Failure {
+    match &error {
+        Error::File { path, what: "open it", source } | Error::Open(FileError::Open { path, source }) => {
+            Failure::because(format!("cannot open {}", path.display()), source)
+        }
+        Error::Open(FileError::NoDirect { .. }) => {
+            Failure::from(error).hint("without --direct it is read through the page cache")
+        }
+        Error::Fill(fill) => match no_room(fill) {
+            Some(failure) => failure.hint("read less at a time with --range"),
+            None => error.into(),
+        },
+        _ => error.into(),
     }
 }
 
 /// The failure to open a model.
-pub fn cannot_use(error: ModelError) -> Failure {
+pub fn cannot_use(error: Error) -> Failure {
     match error {
-        ModelError::Open(error) => cannot_open(error),
-        ModelError::Load(error) => Failure::because("nothing was loaded", &error),
-        error @ ModelError::Twice { .. } => {
-            Failure::because("nothing was loaded", &error).hint("name the files of one model, or load them one by one")
-        }
+        Error::Open(_) => failure(error),
         error => Failure::because("nothing was loaded", &error),
-    }
-}
-
-/// The error with the path in its first line, once.
-pub fn cannot_open(error: dmalane::file::Error) -> Failure {
-    match &error {
-        dmalane::file::Error::Open { path, source } => {
-            Failure::because(format!("cannot open {}", path.display()), source)
-        }
-        dmalane::file::Error::NoDirect { .. } => {
-            Failure::from(error).hint("without --direct it is read through the page cache")
-        }
-        _ => error.into(),
     }
 }
 

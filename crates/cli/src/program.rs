@@ -1,5 +1,6 @@
 //! The life of a program: its command line is parsed, it runs, and it says what failed.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
@@ -8,6 +9,7 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
+use dmalane::devices::nearest;
 
 use crate::failure::{Failure, USAGE};
 use crate::layout::{shell_words, wrap_message};
@@ -18,6 +20,9 @@ use crate::progress;
 pub fn start<P: Parser>(words: Vec<OsString>, run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
     progress::begin();
     let mut command = command::<P>();
+    for (found, meant) in misspelt(&command, std::env::vars_os().map(|(name, _)| name)) {
+        let _ = writeln!(std::io::stderr(), "{}: {found} is not read; did you mean {meant}?", command.get_name());
+    }
     let parsed = command.try_get_matches_from_mut(words).and_then(|matches| P::from_arg_matches(&matches));
     let result = match parsed {
         Ok(program) => run(program),
@@ -45,6 +50,20 @@ pub fn command<P: CommandFactory>() -> clap::Command {
          {name} completions fish > ~/.config/fish/completions/{name}.fish"
     );
     program.mut_subcommand("completions", |command| command.after_help(completions)).mut_subcommands(shaped)
+}
+
+/// Variables of the environment that nothing reads, each with the one that is probably meant.
+fn misspelt(program: &clap::Command, found: impl Iterator<Item = OsString>) -> Vec<(String, String)> {
+    let commands = program.get_subcommands().flat_map(|command| command.get_subcommands().chain([command]));
+    let read = commands.flat_map(clap::Command::get_arguments).filter_map(|arg| arg.get_env()?.to_str());
+    let read: BTreeSet<&str> = read.filter_map(|name| name.strip_prefix("DMALANE_")).collect();
+    let found = found.filter_map(|name| name.to_str()?.strip_prefix("DMALANE_").map(str::to_owned));
+    found
+        .filter(|name| !read.contains(&**name))
+        .filter_map(|name| {
+            Some((format!("DMALANE_{name}"), format!("DMALANE_{}", nearest(&name, read.iter().copied())?)))
+        })
+        .collect()
 }
 
 /// The first examples of a help.
@@ -116,4 +135,19 @@ impl Man {
 pub fn command_line() -> String {
     let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     shell_words(&words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_variable_is_told_and_one_of_others_is_not() {
+        let read = |name| clap::Arg::new("device").long("device").env(name);
+        let program = clap::Command::new("p").subcommand(clap::Command::new("load").arg(read("DMALANE_DEVICE")));
+        let told = |names: &[&str]| misspelt(&program, names.iter().map(OsString::from));
+        assert_eq!(told(&["DMALANE_DEVCE"]), [("DMALANE_DEVCE".to_owned(), "DMALANE_DEVICE".to_owned())]);
+        // Those of `read --export` and of tests, and what is read.
+        assert_eq!(told(&["DMALANE_DEVICE", "DMALANE_SIZE", "DMALANE_FD", "DMALANE_TEST_ONLY", "PATH"]), []);
+    }
 }

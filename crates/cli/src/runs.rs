@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::commands::doctor::why_not;
 use crate::device::Consent;
 use crate::failure::Failure;
-use crate::layout::{Table, bottleneck, good, plain, unbroken, wrap};
+use crate::layout::{Table, bottleneck, good, unbroken, wrap};
 use crate::model::ReadMode;
 use crate::number::within;
 use crate::output::{OutputFormat, Outputs, Replace};
@@ -86,11 +86,6 @@ impl RunOptions {
         let chunk = self.chunk.map_or(default.chunk, Size::bytes);
         FillOptions { chunk, checksum: !self.no_checksum, timeline: self.timeline.any(), ..default }
     }
-
-    /// The outputs of a run, as far as they were written: of `--record`, `--trace` and `--report`.
-    pub fn written(&self, record: Option<&PathBuf>) -> [Option<PathBuf>; 3] {
-        [record, self.timeline.trace.as_ref(), self.timeline.report.as_ref()].map(Option::<&PathBuf>::cloned)
-    }
 }
 
 /// The median run of some, and what was checked and written.
@@ -109,8 +104,6 @@ pub struct MeasuredRuns {
     pub verified: bool,
     /// The manifest that the files were compared with.
     pub manifest: Option<PathBuf>,
-    /// The files that were written: of `--record`, `--trace` and `--report`.
-    pub written: [Option<PathBuf>; 3],
 }
 
 /// A stage of the median run.
@@ -176,11 +169,8 @@ impl MeasuredRuns {
 
     /// The object that `--json` prints, with the command's `own` fields, described in `docs/formats/json.md`.
     pub fn json(&self, own: Value) -> Value {
-        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
         let (order, seconds) = (sorted(&self.walls), |run: usize| self.walls[run].as_secs_f64());
         let wall = self.wall().as_secs_f64();
-        let slowest = self.stages.iter().filter(|s| s.share.is_some()).max_by_key(|s| s.report.wall);
-        let [recorded, traced, reported] = &self.written;
         let mut all = json!({
             "schema": 4,
             "command": self.command,
@@ -189,16 +179,13 @@ impl MeasuredRuns {
             "copied_first_bytes": self.copied.bytes,
             "copied_first_s": self.copied.time.as_secs_f64(),
             "verified": self.verified,
-            "manifest": path(&self.manifest),
-            "bottleneck": slowest.map(|s| s.report.stage.to_string()),
+            "manifest": self.manifest.as_ref().map(|path| path.to_string_lossy()),
+            "bottleneck": self.bottleneck().map(|(stage, _)| stage),
             "runs_s": self.walls.iter().map(Duration::as_secs_f64).collect::<Value>(),
             "median_s": wall,
             "fastest_s": seconds(order[0]),
             "slowest_s": seconds(order[order.len() - 1]),
             "stages": self.stages.iter().map(MeasuredStage::json).collect::<Value>(),
-            "recorded": path(recorded),
-            "traced": path(traced),
-            "reported": path(reported),
         });
         if let (Value::Object(all), Value::Object(own)) = (&mut all, own) {
             all.extend(own);
@@ -206,11 +193,15 @@ impl MeasuredRuns {
         all
     }
 
+    fn bottleneck(&self) -> Option<(String, f64)> {
+        bottleneck(self.stages.iter().filter_map(|s| Some((s.report.stage, s.share?))))
+    }
+
     /// The line that names the bottleneck, and `what` with time and rate, without a line end.
     pub fn answer(&self, what: &str) -> (String, String) {
-        let stages = self.stages.iter().filter_map(|s| Some((s.report.stage, s.share?)));
+        let line = |(stage, share)| format!("Bottleneck: {stage} ({:.0} % of wall time)\n", share * 100.0);
         let (took, rate) = (duration(self.wall()), rate(self.bytes, self.wall()));
-        (bottleneck(stages), format!("{what} in {took}: {rate}"))
+        (self.bottleneck().map_or(String::new(), line), format!("{what} in {took}: {rate}"))
     }
 
     /// The answer, what was checked, and the stages, for people.
@@ -231,15 +222,6 @@ impl MeasuredRuns {
             out += &format!("Median of {n} runs: {median}; fastest {fastest}, slowest {slowest}\n");
         }
         out + &self.copied.text() + "\n" + &self.table().text() + "\n"
-    }
-
-    /// The files that were written.
-    pub fn written(&self) -> String {
-        let files = ["Recorded", "Timeline", "Report"].into_iter().zip(&self.written);
-        let line = |(label, path): (&str, &Option<PathBuf>)| {
-            Some(format!("{label}: {}\n", plain(&path.as_ref()?.to_string_lossy())))
-        };
-        files.filter_map(line).collect()
     }
 
     /// The stages.

@@ -19,7 +19,7 @@
 //! [`OpenOptions`] a device is opened as it is needed; [`OpenDevice`] has all that can be done with one.
 //!
 //! [`validate`] measures a device beside a reference.
-//! [`Read`] is the first half of the path alone: files into buffers. [`AllocAndRead`] is its shortest form: an open
+//! [`Read`] is the first half of the path alone: files into buffers. [`alloc_and_read`] is its shortest form: an open
 //! file in, a filled buffer out.
 
 mod card_server;
@@ -56,8 +56,8 @@ pub use causes::error_chain;
 pub use devices::BadDeviceSpec;
 pub use dmalane_file::FileOptions;
 pub use dmalane_load::{
-    AllocAndRead, AllocRead, HostModel, Input, LoadOptions, ModelError, ModelOptions, OpenDevice, OpenFile, Placement,
-    Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme, open_file,
+    AllocRead, HostModel, Input, LoadOptions, ModelOptions, OpenDevice, OpenFile, Placement, Read, ReadFiles,
+    ReadMethod, ReadOptions, alloc_and_read, open_file,
 };
 pub use open::{OpenError, open};
 pub use open_options::OpenOptions;

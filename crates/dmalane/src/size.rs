@@ -41,12 +41,6 @@ impl Size {
     }
 }
 
-impl From<u64> for Size {
-    fn from(bytes: u64) -> Self {
-        Self(bytes)
-    }
-}
-
 /// Why a text is not a size. The text itself is not repeated: clap quotes it.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 #[error("{0}")]

@@ -9,9 +9,10 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use dmalane::dma::{AnonHeap, Heap, PageKind};
 use dmalane::file::{Error, Fallback, Mode};
+use dmalane::load::Error as LoadError;
 use dmalane::load::fill::{FillError, FillOptions};
 use dmalane::queue::OpError;
-use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions};
+use dmalane::{AllocRead, ReadOptions, alloc_and_read};
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
@@ -150,7 +151,7 @@ impl Mounted {
     }
 
     /// Reads the file under these orders; nothing of it may stay when that fails.
-    fn read(&self, orders: Orders, options: &ReadOptions) -> Result<AllocRead, ReadError> {
+    fn read(&self, orders: Orders, options: &ReadOptions) -> Result<AllocRead, LoadError> {
         let cached = !orders.uncached;
         *self.orders.lock().unwrap() = Orders::default();
         let file = File::open(self.path()).unwrap();
@@ -160,7 +161,7 @@ impl Mounted {
         *self.orders.lock().unwrap() = orders;
         let heap = AnonHeap::starting_at(PageKind::Base);
         let file = File::open(self.path()).unwrap();
-        let result = heap.alloc_and_read(&file, .., options);
+        let result = alloc_and_read(&heap, &file, .., options);
         if result.is_err() {
             assert_eq!(heap.stats().live, 0, "cached {cached}: something is held by a failed read");
         }
@@ -219,7 +220,7 @@ fn what_a_file_system_can_do_to_a_reader() {
         for (place, errno) in [(0, 5), (1_500_000, 5), (SIZE - 1, 6), (2_123_456, 19)] {
             for uncached in [true, false] {
                 let read = fs.read(Orders { fail: Some((place, errno)), uncached, ..order() }, &options);
-                let Err(ReadError::Read { path, error: OpError::Io { at, errno: got } }) = read else {
+                let Err(LoadError::Read { path, source: OpError::Io { at, errno: got }, .. }) = read else {
                     panic!("{mode:?} {place}: {read:?}")
                 };
                 assert_eq!(path, fs.path());
@@ -231,28 +232,28 @@ fn what_a_file_system_can_do_to_a_reader() {
         // Shrunk while it is read: no silent zeroes.
         for uncached in [true, false] {
             let read = fs.read(Orders { resize: Some((1_000_000, -500_000)), uncached, ..order() }, &options);
-            let Err(ReadError::Read { error: OpError::EndOfFile { at, missing }, .. }) = read else {
+            let Err(LoadError::Read { source: OpError::EndOfFile { at, missing }, .. }) = read else {
                 panic!("{mode:?}: {read:?}")
             };
             assert!(at.bits() == SIZE - 500_000 && missing > 0, "{at}");
         }
         // Grown while it is read: the bytes are old and new.
         let read = fs.read(Orders { resize: Some((1_000_000, 77)), uncached: true, ..order() }, &options);
-        let Err(ReadError::Changed { before, now, .. }) = read else { panic!("{mode:?}: {read:?}") };
+        let Err(LoadError::Changed { before, now, .. }) = read else { panic!("{mode:?}: {read:?}") };
         assert_eq!((before, now), (SIZE, SIZE + 77));
         // Too slow.
         let mut late = options.clone();
         late.fill.time_limit = Some(Duration::from_millis(100));
         let start = Instant::now();
         let read = fs.read(Orders { uncached: true, delay: Duration::from_millis(30), ..order() }, &late);
-        let Err(ReadError::Fill(FillError::Deadline { done, of: Some(SIZE) })) = read else {
+        let Err(LoadError::Fill(FillError::Deadline { done, of: Some(SIZE) })) = read else {
             panic!("{mode:?}: {read:?}")
         };
         assert!(done < SIZE && start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
         // No direct I/O: another way, or a refusal where it was demanded.
         let read = fs.read(Orders { no_direct: true, ..order() }, &options);
         match (mode, read) {
-            (Mode::Direct, Err(ReadError::File(Error::NoDirect { source, .. }))) => {
+            (Mode::Direct, Err(LoadError::Open(Error::NoDirect { source, .. }))) => {
                 assert!(matches!(source, Fallback::DirectOpen(_)), "{source}");
             }
             (Mode::Direct, read) => panic!("{read:?}"),

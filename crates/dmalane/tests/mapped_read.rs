@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, HeldMem, Mapping, Pinned, Registrar};
+use dmalane::load::Error as LoadError;
 use dmalane::load::Stage;
 use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{OpenFile, Read, ReadError, ReadFiles, ReadOptions};
+use dmalane::{OpenFile, Read, ReadFiles, ReadOptions};
 use tempfile::NamedTempFile;
 
 const LEN: usize = 3_000_001;
@@ -76,7 +77,7 @@ fn read(
     paths: &[&NamedTempFile],
     access: Access,
     threads: usize,
-) -> Result<ReadFiles, ReadError> {
+) -> Result<ReadFiles, LoadError> {
     let paths = paths.iter().map(|file| file.path());
     Read::files(paths).options(options(threads)).mapped(registrar, access).into_memory(heap)
 }
@@ -148,7 +149,7 @@ fn a_refusal_at_any_step_undoes_everything() {
         for fail in 0..24 {
             let (registrar, heap) = (Failing::new(fail), AnonHeap::new());
             let error = read(&registrar, &heap, &[&a], Access::RW, threads).unwrap_err();
-            let ReadError::Fill(FillError::Map { buffer: 0, offset, source: Error::OutOfFrames { limit, .. } }) = error
+            let LoadError::Fill(FillError::Map { buffer: 0, offset, source: Error::OutOfFrames { limit, .. } }) = error
             else {
                 panic!("{error}");
             };

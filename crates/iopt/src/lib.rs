@@ -46,6 +46,7 @@ mod flush;
 mod format;
 mod formats;
 mod map;
+mod plain;
 #[cfg(target_has_atomic = "64")]
 mod pool;
 mod runs;

@@ -504,7 +504,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Stores entries of one kind that map an extent, which moves along, in a table that may be blank.
     #[inline]
-    fn write_run(
+    pub(crate) fn write_run(
         &mut self,
         table: T::Addr,
         kind: Kind,
@@ -529,7 +529,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// The first entry of the range that is in use.
     #[inline]
-    fn first_taken(&self, table: T::Addr, level: u32, mut range: Range<usize>) -> Option<usize> {
+    pub(crate) fn first_taken(&self, table: T::Addr, level: u32, mut range: Range<usize>) -> Option<usize> {
         if slots::is_zero::<F, T>(&self.tables, table, range.clone()) {
             return None;
         }
@@ -539,7 +539,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// The table at `level` that translates `at`, made if need be, and whether it is blank: just made, and not linked
     /// yet. Then [`link_table`](Self::link_table) once it is filled.
     #[inline]
-    fn table_for(&mut self, at: u64, level: u32) -> Result<(T::Addr, bool), Error> {
+    pub(crate) fn table_for(&mut self, at: u64, level: u32) -> Result<(T::Addr, bool), Error> {
         let known = self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
         let blank = !known && self.move_cursor(at, level)?;
         Ok((self.cursor.path[level as usize], blank))
@@ -605,7 +605,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Links the blank table at `level` that the cursor is at, in which so many entries from that of `at` on were
     /// written; without any, it is freed.
     #[inline(never)] // once per table
-    fn link_table(&mut self, at: u64, level: u32, written: usize) -> Result<(), Error> {
+    pub(crate) fn link_table(&mut self, at: u64, level: u32, written: usize) -> Result<(), Error> {
         let next = self.cursor.path[level as usize];
         self.cursor.level = level - 1;
         if written == 0 {
@@ -998,7 +998,7 @@ fn is_taken<F: Format>(entry: u64, level: u32) -> bool {
 
 /// The extent of a segment that can be mapped, or the segment itself.
 #[inline]
-fn checked<F: Format, O: Address>(segment: Segment<O>) -> Result<Extent, Segment<O>> {
+pub(crate) fn checked<F: Format, O: Address>(segment: Segment<O>) -> Result<Extent, Segment<O>> {
     let (out, len) = (segment.addr.bits(), segment.len);
     let limit = 1u64 << F::OUTPUT_BITS;
     let good = (out | len) & (F::GRANULE.bytes() - 1) == 0 && len != 0 && out < limit && len <= limit - out;
@@ -1006,7 +1006,7 @@ fn checked<F: Format, O: Address>(segment: Segment<O>) -> Result<Extent, Segment
 }
 
 #[cold]
-fn bad_segment<F: Format, O: Address>(segment: Segment<O>) -> Error {
+pub(crate) fn bad_segment<F: Format, O: Address>(segment: Segment<O>) -> Error {
     let (at, len) = (NamedAddr::of(segment.addr), segment.len);
     if len == 0 {
         Error::Empty { at }

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{FileOffset, PageSize};
 use dmalane_dma::{BufferSlice, VolatileSlice};
-use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
+use dmalane_queue::{Completion, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket};
 
 use crate::clock::Clocks;
 use crate::container::Model;
 use crate::error::Error;
-use crate::fill::{QueueFailure, Staging};
+use crate::fill::{Staging, broken};
 
 /// Staging memory to read into, at most.
 const AHEAD: u64 = 16 << 20;
@@ -96,7 +96,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
                     self.ranges.push((start, end));
                     return match reason {
                         Refusal::Full => Ok(()),
-                        other => Err(self.lost(other.into())),
+                        other => Err(self.failed(start, other.into())),
                     };
                 }
             }
@@ -105,8 +105,14 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
         Ok(())
     }
 
-    fn lost(&self, source: QueueFailure) -> Error {
-        Error::Queue { path: self.path.to_owned(), end: "file", source }
+    fn failed(&self, at: u64, source: OpError) -> Error {
+        let at = FileOffset::new(at);
+        let tensor = self.model.tensor_at(at).map(|tensor| tensor.name.clone());
+        Error::Read { path: self.path.to_owned(), at, tensor, source }
+    }
+
+    fn lost(&self, at: u64) -> Error {
+        self.failed(at, broken("it did not return all of its memory"))
     }
 
     /// Takes what has been read.
@@ -116,11 +122,8 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
             let flying = |block: &&mut Block| matches!(block.state, State::Flying(t) if t == ticket);
             if let (Some(block), Some(slice)) = (self.blocks.iter_mut().find(flying), operation.into_slice()) {
                 block.state = State::Read(slice);
-                let at = FileOffset::new(block.at);
-                failed = failed.and(result.map_err(|source| {
-                    let tensor = self.model.tensor_at(at).map(|tensor| tensor.name.clone());
-                    Error::Read { path: self.path.to_owned(), at, tensor, source }
-                }));
+                let at = block.at;
+                failed = failed.and(result.map_err(|source| self.failed(at, source)));
             }
         }
         failed
@@ -165,7 +168,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
             self.submit()?;
             let front = self.blocks.front();
             if front.is_none_or(|block| block.at > at) {
-                return Err(self.lost(QueueFailure::Lost));
+                return Err(self.lost(at));
             }
             if front.is_some_and(|block| matches!(block.state, State::Read(_))) {
                 break;
@@ -173,13 +176,13 @@ impl<'a, S: Queue<Addr = FileOffset>> Reread<'a, S> {
             if self.queue.wait(&mut done, deadline.saturating_duration_since(Instant::now())) > 0 {
                 deadline = Instant::now() + self.timeout;
             } else if Instant::now() >= deadline {
-                return Err(self.lost(QueueFailure::TimedOut(self.timeout)));
+                return Err(self.failed(at, OpError::Stopped(StopReason::Timeout(self.timeout))));
             }
             self.settle(&mut done)?;
         }
         match self.blocks.front() {
             Some(Block { at, state: State::Read(slice), .. }) => Ok((*at, slice.as_volatile_slice())),
-            _ => Err(self.lost(QueueFailure::Lost)),
+            _ => Err(self.lost(at)),
         }
     }
 

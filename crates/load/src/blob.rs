@@ -26,14 +26,19 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// The SHA-256 that the bytes of a file must have by its name: it is, or links to, `blobs/` and 64 hexadecimal digits.
 pub fn hash_in_name(path: &Path) -> Option<[u8; 32]> {
     let blob = path.canonicalize().ok()?;
-    let name = blob.file_name()?.to_str()?;
-    let is_blob = blob.parent()?.file_name()? == "blobs" && name.len() == 64;
-    let is_blob = is_blob && name.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let mut hash = [0; 32];
-    for (i, byte) in hash.iter_mut().enumerate().filter(|_| is_blob) {
-        *byte = u8::from_str_radix(name.get(2 * i..2 * i + 2)?, 16).ok()?;
+    let is_blob = blob.parent()?.file_name()? == "blobs";
+    hex(blob.file_name()?.to_str()?).filter(|_| is_blob)
+}
+
+/// The bytes of `2 * N` hexadecimal digits.
+pub(crate) fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let digits: Vec<u32> = text.chars().take(2 * N + 1).map(|c| c.to_digit(16)).collect::<Option<_>>()?;
+    let mut bytes = [0; N];
+    if digits.len() != 2 * N {
+        return None;
     }
-    is_blob.then_some(hash)
+    bytes.iter_mut().zip(digits.chunks(2)).for_each(|(byte, pair)| *byte = (pair[0] << 4 | pair[1]) as u8);
+    Some(bytes)
 }
 
 /// Hashes files whose names are hashes, and returns those whose bytes have another one. Other files are not read.

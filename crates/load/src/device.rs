@@ -546,8 +546,8 @@ impl OpenDevice {
         let space = self.device.address_space();
         let unbound: Vec<_> = ranges.into_iter().map(|range| space.release(range)).collect();
         let unbound = unbound.into_iter().collect::<Result<(), _>>();
-        unbound.map_err(|source| Error::Bind { path, tensor: None, source })?;
-        self.memory.free(memory).map_err(Error::Free)
+        unbound.map_err(|source| Error::Bind { path: path.clone(), tensor: None, source })?;
+        self.memory.free(memory).map_err(|source| Error::DeviceMemory { path, source })
     }
 }
 

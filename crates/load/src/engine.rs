@@ -29,7 +29,6 @@ pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, 
         let (path, model) = about(file);
         (path, model.and_then(|model| Some(model.tensor_at(at)?.name.clone())))
     };
-    let lost = |file: usize, end, source| Error::Queue { path: about(file).0, end, source };
     match error {
         FillError::Read { source_index, at, error: source } => {
             // The queue knows best where it stopped.
@@ -40,14 +39,11 @@ pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, 
             let (path, tensor) = named(source_index, at);
             Error::Read { path, at, tensor, source }
         }
-        FillError::Queue { source_index, source } => lost(source_index, "file", source),
-        FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => lost(buffer, "device", reason.into()),
         FillError::Transfer { buffer, offset, error: source } => {
             let at = FileOffset::new(offset);
             let (path, tensor) = named(buffer, at);
             Error::Transfer { path, at, tensor, source }
         }
-        FillError::Refused { buffer, reason, .. } => lost(buffer, "device", reason.into()),
         FillError::Memory { source, .. } | FillError::Map { source, .. } => Error::Memory(source),
         other => Error::Fill(other),
     }

@@ -1,4 +1,4 @@
-//! Errors of loads, verifications and outputs.
+//! The error of everything that is done with files: opening, reading, loading, verifying and writing them.
 
 use std::path::PathBuf;
 
@@ -9,9 +9,10 @@ use thiserror::Error;
 
 use crate::container::FormatError;
 use crate::difference::Difference;
-use crate::fill::{FillError, QueueFailure};
+use crate::fill::FillError;
 
-/// Reason why a load, a verification or the writing of an output failed. Nothing of a failed load stays on the device.
+/// Reason why files cannot be opened, read, loaded, verified or written. Nothing is left in flight or allocated, and
+/// nothing of a failed load stays on the device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -33,6 +34,9 @@ pub enum Error {
         /// The kernel's answer.
         source: std::io::Error,
     },
+    /// A file cannot be opened, or not be read in the mode that was asked for.
+    #[error(transparent)]
+    Open(#[from] dmalane_file::Error),
     /// Bytes of a file could not be read.
     #[error("{}: cannot read at {at}{}: {source}", path.display(), in_tensor(tensor))]
     Read {
@@ -45,8 +49,18 @@ pub enum Error {
         /// The queue's answer.
         source: OpError,
     },
-    /// A file changed its length while it was being loaded.
-    #[error("{}: the file was {before} bytes long and is now {now}: it was changed while being loaded", path.display())]
+    /// A file ends before the range that was to be read of it.
+    #[error("{} ends at {size}, before the end of the range at {end}", path.display())]
+    PastEnd {
+        /// Which file.
+        path: PathBuf,
+        /// End of the range.
+        end: u64,
+        /// End of the file.
+        size: u64,
+    },
+    /// A file was changed or replaced since it was opened, or while it was read.
+    #[error("{}: it was changed or replaced meanwhile{}", path.display(), lengths(*before, *now))]
     Changed {
         /// Which file.
         path: PathBuf,
@@ -54,6 +68,16 @@ pub enum Error {
         before: u64,
         /// Bytes at the end.
         now: u64,
+    },
+    /// A limit of memory does not allow an allocation: that of a read, or of a model.
+    #[error("{}", beyond(*wanted, *used, *limit))]
+    Limit {
+        /// Bytes of the allocation.
+        wanted: u64,
+        /// Bytes in use.
+        used: u64,
+        /// The limit.
+        limit: u64,
     },
     /// Bytes could not be moved to or from the device.
     #[error("{}: cannot transfer the bytes at {at}{}: {source}", path.display(), in_tensor(tensor))]
@@ -67,17 +91,8 @@ pub enum Error {
         /// The queue's answer.
         source: OpError,
     },
-    /// A queue refused an operation for good, or stopped working.
-    #[error("{}: the queue of the {end} stopped working: {source}", path.display())]
-    Queue {
-        /// The file that was being moved.
-        path: PathBuf,
-        /// Which end ("file", "device").
-        end: &'static str,
-        /// How.
-        source: QueueFailure,
-    },
-    /// The device has no room for a file, or not the region that was asked for.
+    /// The device has no room for a file, or not the region that was asked for. Or its memory was given back wrongly: a
+    /// bug.
     #[error("{}: {source}", path.display())]
     DeviceMemory {
         /// The file that did not fit.
@@ -85,9 +100,6 @@ pub enum Error {
         /// Why not.
         source: MemoryError,
     },
-    /// Device memory was given back wrongly: a bug.
-    #[error(transparent)]
-    Free(MemoryError),
     /// The device has no such queue.
     #[error("the device has no queue {wanted}, it has {has}")]
     NoQueue {
@@ -133,9 +145,9 @@ pub enum Error {
     /// Host memory or its mapping for the device failed.
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
-    /// Anything else that stopped the transfer of the files.
+    /// Anything else that stopped the engine.
     #[error(transparent)]
-    Fill(FillError),
+    Fill(#[from] FillError),
     /// A tensor on the device differs from the file.
     #[error("{}: tensor {tensor:?} differs from the file at byte {offset} of the tensor ({at})", path.display())]
     Mismatch {
@@ -154,6 +166,43 @@ pub enum Error {
         /// Where, in the order of the files and their bytes; at least one.
         differences: Vec<Difference>,
     },
+    /// The manifest lacks a tensor of a file.
+    #[error("{}: tensor {tensor:?} is not in the manifest", path.display())]
+    Unlisted {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
+    /// A part of a tensor was asked for, and only whole tensors can be compared with the manifest.
+    #[error("a part of a tensor cannot be compared with the manifest: get_tensor reads all of it")]
+    Unchecked,
+    /// No tensor has this name.
+    #[error("no tensor is called {0:?}")]
+    NoTensor(String),
+    /// The slice or part does not exist, or begins or ends within a byte.
+    #[error("{0}")]
+    BadSlice(String),
+    /// The model was closed.
+    #[error("it is closed")]
+    Closed,
+}
+
+fn lengths(before: u64, now: u64) -> String {
+    if before == now { String::new() } else { format!(": it had {before} bytes and now has {now}") }
+}
+
+fn beyond(wanted: u64, used: u64, limit: u64) -> String {
+    match wanted > limit {
+        true => format!(
+            "{wanted} bytes are more than the memory limit of {limit}: read less at a time, tensors one by one (a \
+             stream; in Python safe_open(...).tensors()), or a large one in slices"
+        ),
+        false => format!(
+            "{wanted} bytes are wanted, but {used} of the memory limit of {limit} are in use: release tensors, or \
+             raise it"
+        ),
+    }
 }
 
 fn differs(differences: &[Difference]) -> String {

@@ -1,14 +1,14 @@
 //! Files with the queues that read them: the inputs of a load.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use dmalane_file::{Error, FileOptions, FileQueue, Mode};
+use dmalane_file::{FileOptions, FileQueue, Mode};
 
 use crate::choose::{Choice, workers};
 use crate::container::{Model, Tensor};
-use crate::open_file::{OpenFile, size};
+use crate::error::Error;
+use crate::open_file::OpenFile;
 
 /// A file to load, and the queues that read it.
 pub struct Input<S> {
@@ -39,22 +39,28 @@ impl<S> Input<S> {
 /// direct I/O where the file system supports it.
 ///
 /// # Errors
-/// Those of [`FileQueue::open`].
+/// [`Error::Open`], [`Error::File`].
 pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
     let queue = FileQueue::open(path, options)?;
-    let source = OpenFile::new(queue.path(), duplicate(&queue)?);
-    choose(source, queue, options)
+    let path = queue.path().to_owned();
+    let file =
+        queue.file().try_clone().map_err(|source| Error::File { path: path.clone(), what: "open it", source })?;
+    choose(OpenFile::new(path, file), queue, options)
 }
 
 impl OpenFile {
     /// Adds the queues that read it, as [`open_file`] does.
     ///
     /// # Errors
-    /// Those of [`FileQueue::from_file`].
+    /// [`Error::Open`], [`Error::File`].
     pub fn into_input(self, options: FileOptions) -> Result<Input<FileQueue>, Error> {
-        let file = self.file.try_clone().map_err(|source| Error::Open { path: self.path.clone(), source })?;
-        let queue = FileQueue::from_file(file, &self.path, options)?;
+        let queue = self.queue(options)?;
         choose(self, queue, options)
+    }
+
+    fn queue(&self, options: FileOptions) -> Result<FileQueue, Error> {
+        let file = self.file.try_clone().map_err(|source| self.error("open it", source))?;
+        Ok(FileQueue::from_file(file, &self.path, options)?)
     }
 }
 
@@ -63,22 +69,17 @@ fn choose(source: OpenFile, queue: FileQueue, mut options: FileOptions) -> Resul
     if options.mode != Mode::Auto {
         return Ok(Input::new(source, queue));
     }
-    let failed = |source| Error::Open { path: queue.path().to_owned(), source };
-    let len = size(queue.file()).map_err(failed)?;
+    let len = source.size()?;
     let Choice { mode, fallback, cached } = Choice::new(queue.file(), options.mode, 0..len, len);
     let first = match fallback {
         // Without direct I/O, its reason is the one that counts.
         Some(why) if queue.how().direct => {
             options.mode = mode;
-            FileQueue::from_file(duplicate(&queue)?, queue.path(), options)?.because(why)
+            source.queue(options)?.because(why)
         }
         _ => queue,
     };
-    let open = |_| Ok(FileQueue::from_file(duplicate(&first)?, first.path(), options)?.from_cache_where_cached());
+    let open = |_| Ok(source.queue(options)?.from_cache_where_cached());
     let more = (1..workers(cached.map_or(0, |cached| cached.cached))).map(open).collect::<Result<_, Error>>()?;
     Ok(Input { source, queue: first.from_cache_where_cached(), more })
-}
-
-fn duplicate(queue: &FileQueue) -> Result<File, Error> {
-    queue.file().try_clone().map_err(|source| Error::Open { path: queue.path().to_owned(), source })
 }

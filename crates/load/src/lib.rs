@@ -50,13 +50,13 @@ pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, open_file};
 pub use layout::{Layout, Place, VaRange};
-pub use manifest::{Expected, Manifest, ManifestFile, ManifestRegion};
+pub use manifest::{Manifest, ManifestFile, ManifestRegion};
 pub use model::{
-    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelError, ModelFile, ModelOptions, Next, Part,
-    Reads, TensorStream, model_heap,
+    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads,
+    TensorStream, model_heap,
 };
 pub use open_file::{OpenFile, Select};
-pub use read::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadMethod, ReadOptions, Scheme};
+pub use read::{AllocRead, Read, ReadFiles, ReadMethod, ReadOptions, alloc_and_read};
 pub use reference::ReferenceRates;
 pub use report::{Report, Verified};
 pub use sample::write_sample;

@@ -16,7 +16,7 @@ use dmalane_addr::FileOffset;
 use dmalane_queue::Queue;
 use serde::{Deserialize, Serialize};
 
-use crate::blob::{digest, name, verify_names};
+use crate::blob::{digest, hex, name, verify_names};
 use crate::container::{FormatError, Model, Tensor, lfs_pointer, short};
 use crate::difference::{Difference, RegionKind};
 use crate::error::Error;
@@ -140,10 +140,7 @@ impl Manifest {
         progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
     ) -> Result<Self, Error> {
         if sha256 {
-            let differences = verify_names(inputs, &mut |_| progress(0))?;
-            if !differences.is_empty() {
-                return Err(Error::Differs { differences });
-            }
+            refuse(verify_names(inputs, &mut |_| progress(0))?)?;
         }
         let mut files = Vec::new();
         for input in inputs.iter() {
@@ -182,7 +179,7 @@ impl Manifest {
         progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
     ) -> Result<Vec<Difference>, Error> {
         let mut differences = Vec::new();
-        let files: Vec<Option<&ManifestFile>> = self.matching(inputs.iter().map(|input| &*input.source.path));
+        let files = self.matching(inputs.iter().map(|input| &*input.source.path));
         let (mut lens, mut found, mut pointers) = (Vec::new(), Vec::new(), Vec::new());
         for (input, file) in inputs.iter().zip(&files) {
             let len = input.source.size()?;
@@ -192,7 +189,7 @@ impl Manifest {
             lens.push(file.filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));
             pointers.push(pointer);
         }
-        let digests = digest(inputs, &lens, self.hash_regions(&files), progress)?;
+        let digests = digest(inputs, &lens, hash_regions(&files), progress)?;
         for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
             let Some(file) = file else {
                 differences.push(Difference::Unlisted { file: name(&input.source.path) });
@@ -214,7 +211,7 @@ impl Manifest {
     }
 
     /// The files of these names, each of the manifest if it has one of that name. A single file may have been renamed.
-    fn matching<'a>(&self, paths: impl ExactSizeIterator<Item = &'a Path>) -> Vec<Option<&ManifestFile>> {
+    fn matching<'a>(&self, paths: impl ExactSizeIterator<Item = &'a Path>) -> Expected<'_> {
         if let ([only], 1) = (&self.files[..], paths.len()) {
             return vec![Some(only)];
         }
@@ -222,31 +219,22 @@ impl Manifest {
         paths.map(|path| names.get(&*name(path)).copied()).collect()
     }
 
-    /// The ranges to hash for files.
-    fn hash_regions(&self, files: &[Option<&ManifestFile>]) -> HashRegions {
-        let sha256 = files.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
-        HashRegions { ends: files.iter().map(|file| file.map_or(Vec::new(), ManifestFile::ends)).collect(), sha256 }
-    }
-
-    /// The ranges that a reader of these files hashes as it reads, and compares in the end. `bytes` are their lengths.
+    /// The part of the manifest that is about each of these files, which have these lengths; nothing in an empty one.
     ///
     /// # Errors
     /// [`Error::Differs`]: files of other lengths, or of names that the manifest does not have.
-    pub fn expect<'a>(&self, files: impl IntoIterator<Item = (&'a Path, u64)>) -> Result<Expected<'_>, Error> {
-        let (paths, found): (Vec<&Path>, Vec<u64>) = files.into_iter().unzip();
+    pub(crate) fn expect<'a>(&self, files: impl Iterator<Item = (&'a Path, u64)>) -> Result<Expected<'_>, Error> {
+        if self.files.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (paths, found): (Vec<&Path>, Vec<u64>) = files.unzip();
         let matching = self.matching(paths.iter().copied());
         let check = |((path, file), found): ((&&Path, &Option<&ManifestFile>), u64)| match file {
             Some(file) => file.other_length(found),
             None => Some(Difference::Unlisted { file: name(path) }),
         };
-        let differences: Vec<_> = paths.iter().zip(&matching).zip(found).filter_map(check).collect();
-        if !differences.is_empty() {
-            return Err(Error::Differs { differences });
-        }
-        Ok(Expected {
-            hash_regions: Some(Arc::new(self.hash_regions(&matching))),
-            files: matching.into_iter().flatten().collect(),
-        })
+        refuse(paths.iter().zip(&matching).zip(found).filter_map(check).collect())?;
+        Ok(matching)
     }
 
     /// Reads a manifest.
@@ -333,34 +321,24 @@ impl Manifest {
     }
 }
 
-/// The ranges that are hashed while files are read, and the hashes that they must have.
-#[derive(Clone, Debug, Default)]
-pub struct Expected<'a> {
-    hash_regions: Option<Arc<HashRegions>>,
-    files: Vec<&'a ManifestFile>,
+/// The part of a manifest that is about each of some files, as far as it has them.
+pub(crate) type Expected<'a> = Vec<Option<&'a ManifestFile>>;
+
+/// The ranges to hash for files, each with what is expected of it.
+pub(crate) fn hash_regions(files: &[Option<&ManifestFile>]) -> HashRegions {
+    let sha256 = files.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
+    HashRegions { ends: files.iter().map(|file| file.map_or(Vec::new(), ManifestFile::ends)).collect(), sha256 }
 }
 
-impl Expected<'_> {
-    /// The regions to hash: [`FillOptions::hash_regions`](crate::fill::FillOptions::hash_regions), with a buffer for
-    /// each file.
-    pub fn hash_regions(&self) -> Option<Arc<HashRegions>> {
-        self.hash_regions.clone()
-    }
+/// Compares what was hashed, for each file its regions.
+pub(crate) fn check<'d>(files: &Expected<'_>, digests: impl Iterator<Item = &'d [Digest]>) -> Result<(), Error> {
+    let pairs = files.iter().flatten().zip(digests);
+    refuse(pairs.flat_map(|(file, digests)| file.changed(file.bytes, digests)).collect())
+}
 
-    /// For each file its part of the manifest, for readers that hash the regions in an order of their own.
-    pub fn files(&self) -> &[&ManifestFile] {
-        &self.files
-    }
-
-    /// Compares what was hashed, for each file its regions.
-    ///
-    /// # Errors
-    /// [`Error::Differs`].
-    pub fn check<'d>(&self, digests: impl IntoIterator<Item = &'d [Digest]>) -> Result<(), Error> {
-        let pairs = self.files.iter().zip(digests);
-        let differences: Vec<_> = pairs.flat_map(|(file, digests)| file.changed(file.bytes, digests)).collect();
-        if differences.is_empty() { Ok(()) } else { Err(Error::Differs { differences }) }
-    }
+/// The error of files that differ from their manifest, if they do.
+pub(crate) fn refuse(differences: Vec<Difference>) -> Result<(), Error> {
+    if differences.is_empty() { Ok(()) } else { Err(Error::Differs { differences }) }
 }
 
 /// Refuses names that lead out of the directory of a model, and those that a reader could take for others.
@@ -500,15 +478,4 @@ impl JsonRegion {
         };
         Ok(ManifestRegion { part, start, end, digest: Digest { xxh3, sha256 } })
     }
-}
-
-/// The bytes of `2 * N` hexadecimal digits.
-fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
-    let digits: Vec<u32> = text.chars().take(2 * N + 1).map(|c| c.to_digit(16)).collect::<Option<_>>()?;
-    let mut bytes = [0; N];
-    if digits.len() != 2 * N {
-        return None;
-    }
-    bytes.iter_mut().zip(digits.chunks(2)).for_each(|(byte, pair)| *byte = (pair[0] << 4 | pair[1]) as u8);
-    Some(bytes)
 }

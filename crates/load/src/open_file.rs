@@ -76,7 +76,7 @@ impl OpenFile {
     /// # Errors
     /// [`Error::File`] when the kernel does not tell.
     pub fn size(&self) -> Result<u64, Error> {
-        size(&self.file).map_err(|source| self.error("read its size", source))
+        bytes_of(&self.file).map_err(|source| self.error("read its size", source))
     }
 
     pub(crate) fn error(&self, what: &'static str, source: io::Error) -> Error {
@@ -120,7 +120,7 @@ impl std::fmt::Debug for OpenFile {
 }
 
 /// Bytes of a file or block device.
-pub(crate) fn size(mut file: &File) -> io::Result<u64> {
+fn bytes_of(mut file: &File) -> io::Result<u64> {
     let meta = file.metadata()?;
     if !meta.file_type().is_block_device() {
         return Ok(meta.len());

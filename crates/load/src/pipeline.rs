@@ -1,6 +1,7 @@
 //! Loading: places files on the device, runs the engine with staging buffers, and binds each tensor when it is whole.
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -14,7 +15,7 @@ use crate::engine::{describe, workers};
 use crate::error::Error;
 use crate::fill::{self, BufferMemory, Event, FillError, FillOptions, Filled, Job, Memory, Sink, Watch};
 use crate::input::Input;
-use crate::manifest::{Expected, Manifest};
+use crate::manifest::{Expected, Manifest, check, hash_regions};
 use crate::parts::{PartTargets, Parts};
 use crate::report::Report;
 use crate::stage::Stage;
@@ -54,16 +55,11 @@ impl OpenDevice {
         let epoch = self.options.fill.epoch(start);
         let mut parse = Clocks::recording("start", epoch);
         epoch.into_iter().for_each(|epoch| self.record_channels(epoch));
-        let expected = match manifest.files.is_empty() {
-            true => Expected::default(),
-            false => {
-                let lens = inputs.iter().map(|input| input.source.size()).collect::<Result<Vec<u64>, _>>()?;
-                manifest.expect(inputs.iter().map(|input| &*input.source.path).zip(lens))?
-            }
-        };
+        let lens = inputs.iter().map(|input| input.source.size()).collect::<Result<Vec<u64>, _>>()?;
+        let expected = manifest.expect(inputs.iter().map(|input| &*input.source.path).zip(lens))?;
         let mut files = parse.time(Stage::Parse, || self.place_files(inputs, placement))?.files;
         let largest = files.iter().map(|file| file.model.len).max().unwrap_or(0);
-        let room = self.check_room(self.staging.to_come(largest)).map_err(Error::Fill);
+        let room = self.check_room(self.staging.to_come(largest)).map_err(Error::from);
         let result = room.and_then(|()| self.stream(start, inputs, &mut files, &expected, progress));
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
@@ -166,7 +162,7 @@ impl OpenDevice {
         expected: &Expected<'_>,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<(Clocks, u64, u64), Error> {
-        let hashed = self.options.fill.checksum || expected.hash_regions().is_some();
+        let hashed = self.options.fill.checksum || !expected.is_empty();
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
         let job = parts.job();
         let mut missing: Vec<Vec<u64>> =
@@ -203,7 +199,8 @@ impl OpenDevice {
             }
             _ => ControlFlow::Continue(()),
         };
-        let options = FillOptions { hash_regions: expected.hash_regions(), ..options.fill.clone() };
+        let hash_regions = (!expected.is_empty()).then(|| Arc::new(hash_regions(expected)));
+        let options = FillOptions { hash_regions, ..options.fill.clone() };
         let targets = &PartTargets { files: placed, parts: &parts };
         let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
         let mut workers = workers(inputs);
@@ -225,7 +222,7 @@ impl OpenDevice {
                 return Err(Error::Changed { path: file.path.clone(), before, now });
             }
         }
-        expected.check(done.hashes.iter().map(|hashes| &*hashes.digests))?;
+        check(expected, done.hashes.iter().map(|hashes| &*hashes.digests))?;
         for (file, hashes) in files.iter_mut().zip(done.hashes) {
             file.checksum = hashes.checksum;
         }

@@ -5,11 +5,12 @@ use std::time::Instant;
 use dmalane_addr::FileOffset;
 use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
-use dmalane_queue::{DeviceQueue, OpError, Queue, QueueAddr};
+use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
 
 use crate::again::Reread;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
 use crate::error::Error;
+use crate::fill::broken;
 use crate::input::Input;
 use crate::report::Verified;
 
@@ -47,18 +48,20 @@ impl OpenDevice {
         let queue = by.unwrap_or(queue);
         let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
         self.resident.sample(va.len());
-        read.map_err(|stopped| match stopped {
-            Stopped::Sink(error) => error,
-            Stopped::Read(IoError::Memory(source)) => Error::Memory(source),
-            Stopped::Read(IoError::Failed { at: place, error }) if !matches!(error, OpError::Stopped(_)) => {
-                Error::Transfer {
-                    path: file.path.clone(),
-                    at: FileOffset::new(loaded.tensor.at.bits() + (place.bits() - at.bits())),
-                    tensor: Some(loaded.tensor.name.clone()),
-                    source: error,
-                }
+        read.map_err(|stopped| {
+            let (place, source) = match stopped {
+                Stopped::Sink(error) => return error,
+                Stopped::Read(IoError::Memory(source)) => return Error::Memory(source),
+                Stopped::Read(IoError::Failed { at, error }) => (at, error),
+                Stopped::Read(other) => (at, broken(other)),
+            };
+            let (path, tensor) = (file.path.clone(), Some(loaded.tensor.name.clone()));
+            Error::Transfer {
+                path,
+                at: FileOffset::new(loaded.tensor.at.bits() + (place.bits() - at.bits())),
+                tensor,
+                source,
             }
-            Stopped::Read(other) => Error::Queue { path: file.path.clone(), end: "device", source: other.into() },
         })
     }
 

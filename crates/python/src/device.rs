@@ -39,8 +39,7 @@ impl Device {
     #[new]
     fn new(py: Python<'_>, spec: String) -> PyResult<Self> {
         let parsed = spec.parse().map_err(|e| Failure::new("DeviceError", format!("{e}")))?;
-        let (opened, interrupted) = interrupt::quietly(py, || OpenOptions::default().open(&parsed));
-        interrupted?;
+        let opened = interrupt::quietly(py, || OpenOptions::default().open(&parsed))?;
         let device = Mutex::new(opened.map_err(Failure::from)?);
         Ok(Self { device: Arc::new(OfProcess::new(device)), spec })
     }
@@ -91,9 +90,7 @@ impl Device {
         };
         let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
         let options = ModelOptions { manifest, refuse_raw: true, ..ModelOptions::default() };
-        let (model, interrupted) = interrupt::quietly(py, || HostModel::open(&paths, options));
-        interrupted?;
-        let model = model.map_err(Failure::from)?;
+        let model = interrupt::quietly(py, || HostModel::open(&paths, options))?.map_err(Failure::from)?;
         let total = model.files().iter().map(|file| file.contents().len).sum();
         let options = LoadOptions { placement, verify };
         let loaded = interrupt::run(py, total, progress.as_ref(), |progress| {
@@ -449,8 +446,9 @@ impl Registration {
         slf
     }
 
+    /// Does nothing in a child of `fork`, where a `with` ends too.
     #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.unregister(py)
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) {
+        let _in_a_child = self.unregister(py);
     }
 }

@@ -2,15 +2,17 @@
 
 use std::path::Path;
 
+use dmalane::OpenError;
+use dmalane::addr::FileOffset;
 use dmalane::load::fill::FillError;
 use dmalane::load::{Difference, Error as LoadError};
 use dmalane::queue::OpError;
-use dmalane::{ModelError, OpenError, ReadError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Of an error that we have made without asking the kernel.
+/// Of errors that we have made without asking the kernel.
+const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
 
 /// An error that becomes a Python exception when it reaches the interpreter.
@@ -47,9 +49,21 @@ impl Failure {
         self.text("path", path.display().to_string())
     }
 
+    fn tensor(self, name: Option<&str>) -> Self {
+        name.into_iter().fold(self, |failure, name| failure.text("tensor", name))
+    }
+
+    fn offset(self, at: Option<FileOffset>) -> Self {
+        at.into_iter().fold(self, |failure, at| failure.number("offset", at.bits()))
+    }
+
     pub(crate) fn io(self, source: &std::io::Error) -> Self {
-        let exists = source.kind() == std::io::ErrorKind::AlreadyExists;
-        match source.raw_os_error().or(exists.then_some(EEXIST)) {
+        let ours = match source.kind() {
+            std::io::ErrorKind::NotFound => Some(ENOENT),
+            std::io::ErrorKind::AlreadyExists => Some(EEXIST),
+            _ => None,
+        };
+        match source.raw_os_error().or(ours) {
             Some(errno) => self.number("errno", u64::from(errno.unsigned_abs())),
             None => self,
         }
@@ -92,117 +106,59 @@ impl From<Failure> for PyErr {
     }
 }
 
-fn of_operation(failure: Failure, error: &OpError) -> Failure {
-    match error {
-        OpError::Io { at, errno } => {
-            failure.number("offset", at.bits()).number("errno", u64::from(errno.unsigned_abs()))
-        }
-        OpError::EndOfFile { at, .. } => failure.number("offset", at.bits()),
-        _ => failure,
-    }
-}
-
-impl From<ReadError> for Failure {
-    fn from(error: ReadError) -> Self {
-        let message = error.to_string();
-        match error {
-            ReadError::Open { path, source } => Self::new("FileError", message).path(&path).io(&source),
-            ReadError::Read { path, error } => of_operation(Self::new("FileError", message).path(&path), &error),
-            ReadError::PastEnd { path, size, .. } => {
-                Self::new("ChangedError", message).path(&path).number("size", size)
-            }
-            ReadError::Changed { path, before, now } => {
-                Self::new("ChangedError", message).path(&path).number("before", before).number("size", now)
-            }
-            ReadError::Limit { wanted, limit } => Self::limit(wanted, limit, message),
-            ReadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(wanted, left, message),
-            ReadError::Fill(FillError::Cancelled { .. }) => Self::new("CancelledError", message),
-            ReadError::Fill(FillError::Memory { .. }) => Self::new("OutOfMemoryError", message),
-            ReadError::Fill(FillError::Map { .. } | FillError::Transfer { .. } | FillError::Refused { .. }) => {
-                Self::new("DeviceError", message)
-            }
-            ReadError::File(_) => Self::new("FileError", message),
-            _ => Self::new("Error", message),
-        }
-    }
-}
-
-impl From<dmalane::file::Error> for Failure {
-    fn from(error: dmalane::file::Error) -> Self {
-        let failure = Self::new("FileError", error.to_string());
-        match &error {
-            dmalane::file::Error::Open { path, source } => failure.path(path).io(source),
-            _ => failure,
-        }
-    }
-}
-
 impl From<LoadError> for Failure {
     fn from(error: LoadError) -> Self {
-        let message = error.to_string();
-        match error {
+        use dmalane::file::Error::Open;
+        let failure = |class| Self::new(class, error.to_string());
+        match &error {
             LoadError::Format { path, source } => {
                 let (tensor, at) = source.about();
-                let failure = Self::new("FormatError", message).path(&path);
-                let failure = tensor.into_iter().fold(failure, |failure, tensor| failure.text("tensor", tensor));
-                at.into_iter().fold(failure, |failure, at| failure.number("offset", at.bits()))
+                failure("FormatError").path(path).tensor(tensor).offset(at)
             }
-            LoadError::File { path, source, .. } => Self::new("FileError", message).path(&path).io(&source),
-            LoadError::Changed { path, before, now } => {
-                Self::new("ChangedError", message).path(&path).number("before", before).number("size", now)
+            LoadError::File { path, source, .. } | LoadError::Open(Open { path, source }) => {
+                failure("FileError").path(path).io(source)
             }
+            LoadError::Open(_) => failure("FileError"),
             LoadError::Read { path, at, tensor, source } => {
-                let failure = Self::new("FileError", message).path(&path);
-                let failure = match source {
-                    OpError::Io { .. } | OpError::EndOfFile { .. } => of_operation(failure, &source),
-                    _ => failure.number("offset", at.bits()),
+                let at = match source {
+                    OpError::Io { at, .. } | OpError::EndOfFile { at, .. } => at,
+                    _ => at,
                 };
-                tensor.into_iter().fold(failure, |failure, tensor| failure.text("tensor", tensor))
+                let failure = failure("FileError").path(path).offset(Some(*at)).tensor(tensor.as_deref());
+                match source {
+                    OpError::Io { errno, .. } => failure.number("errno", u64::from(errno.unsigned_abs())),
+                    _ => failure,
+                }
             }
+            LoadError::PastEnd { path, size, .. } => failure("ChangedError").path(path).number("size", *size),
+            LoadError::Changed { path, before, now } => {
+                failure("ChangedError").path(path).number("before", *before).number("size", *now)
+            }
+            LoadError::Limit { wanted, used, limit } => {
+                Self::limit(*wanted, *limit, error.to_string()).number("used", *used)
+            }
+            LoadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(*wanted, *left, error.to_string()),
+            LoadError::Fill(FillError::Cancelled { .. }) => failure("CancelledError"),
+            LoadError::Fill(FillError::Job(_) | FillError::Deadline { .. }) => failure("Error"),
+            LoadError::Memory(_) | LoadError::Fill(FillError::Memory { .. }) => failure("OutOfMemoryError"),
+            LoadError::DeviceMemory { path, .. } => failure("OutOfMemoryError").path(path),
             LoadError::Transfer { path, at, tensor, .. } => {
-                let failure = Self::new("DeviceError", message).path(&path).number("offset", at.bits());
-                tensor.into_iter().fold(failure, |failure, tensor| failure.text("tensor", tensor))
+                failure("DeviceError").path(path).offset(Some(*at)).tensor(tensor.as_deref())
             }
             LoadError::Differs { differences } => {
-                let failure = Self::new("IntegrityError", message);
+                let failure = failure("IntegrityError");
                 let Some(first) = differences.first() else { return failure };
                 let failure = failure.text("path", first.file());
                 let Difference::Changed { part, start, .. } = first else { return failure };
                 let failure = failure.number("offset", *start);
-                part.tensor().into_iter().fold(failure, |failure, tensor| failure.text("tensor", &*tensor.name))
+                failure.tensor(part.tensor().map(|tensor| &*tensor.name))
             }
-            LoadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(wanted, left, message),
-            LoadError::DeviceMemory { path, .. } => Self::new("OutOfMemoryError", message).path(&path),
-            LoadError::Memory(_) => Self::new("OutOfMemoryError", message),
-            _ => Self::new("DeviceError", message),
-        }
-    }
-}
-
-impl From<ModelError> for Failure {
-    fn from(error: ModelError) -> Self {
-        let message = error.to_string();
-        match error {
-            ModelError::Load(error) => error.into(),
-            ModelError::Read(error) => error.into(),
-            ModelError::Memory(error) => error.into(),
-            ModelError::Twice { path, tensor, .. } => {
-                Self::new("FormatError", message).path(&path).text("tensor", tensor)
-            }
-            ModelError::Replaced { path, before, now } => {
-                Self::new("ChangedError", message).path(&path).number("before", before).number("size", now)
-            }
-            ModelError::NoTensor(name) => Self::new("UnknownTensorError", message).text("tensor", name),
-            ModelError::Limit { wanted, used, limit } => Self::limit(wanted, limit, message).number("used", used),
-            ModelError::Unlisted { path, tensor } => {
-                Self::new("IntegrityError", message).path(&path).text("tensor", tensor)
-            }
-            ModelError::Unchecked => Self::new("IntegrityError", message),
-            ModelError::BadSlice(_) => Self::new("ValueError", message),
-            ModelError::Cancelled => Self::new("CancelledError", message),
-            ModelError::Closed => Self::closed(),
-            ModelError::Open(_) => Self::new("FileError", message),
-            _ => Self::new("Error", message),
+            LoadError::Unlisted { path, tensor } => failure("IntegrityError").path(path).tensor(Some(tensor)),
+            LoadError::Unchecked => failure("IntegrityError"),
+            LoadError::NoTensor(name) => failure("UnknownTensorError").tensor(Some(name)),
+            LoadError::BadSlice(_) => failure("ValueError"),
+            LoadError::Closed => Self::closed(),
+            _ => failure("DeviceError"),
         }
     }
 }

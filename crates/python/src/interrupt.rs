@@ -53,9 +53,9 @@ impl Progress {
 }
 
 /// Runs `work`, which is short, without the interpreter's lock; then looks for signals.
-pub(crate) fn quietly<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> (T, PyResult<()>) {
+pub(crate) fn quietly<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
     let result = py.detach(work);
-    (result, py.check_signals())
+    py.check_signals().map(|()| result)
 }
 
 /// Runs `work` of `total` bytes on a thread of its own, without the interpreter's lock. Meanwhile this thread looks for
@@ -68,8 +68,7 @@ pub(crate) fn run<T: Send>(
 ) -> PyResult<T> {
     let progress = Progress::default();
     if total <= INLINE && watch.is_none() {
-        let (result, signals) = quietly(py, || work(&progress));
-        return signals.map(|()| result);
+        return quietly(py, || work(&progress));
     }
     let ended = AtomicBool::new(false);
     let mut stopped = None;

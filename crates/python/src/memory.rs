@@ -443,9 +443,7 @@ host_memory!(Buffer {
         // Buffers are aligned to pages: room to move within makes any larger alignment.
         let extra = if align > 4096 { align } else { 0 };
         let total = size.checked_add(extra).ok_or_else(|| PyValueError::new_err("size does not fit 64 bits"))?;
-        let (buf, interrupted) = interrupt::quietly(py, || best.allocate(total).map(|buf| buf.share()));
-        interrupted?;
-        let buf = buf.map_err(Failure::from)?;
+        let buf = interrupt::quietly(py, || best.allocate(total).map(|buf| buf.share()))?.map_err(Failure::from)?;
         let offset = buf.as_volatile_slice().as_ptr().addr().wrapping_neg() & (align - 1);
         let pages = buf.backing().kind.to_string();
         Ok(Self { slice: BlockSlice::new(Block::new(buf), offset, size), pages })

@@ -34,7 +34,7 @@ fn run<T: Send>(
     py: Python<'_>,
     total: u64,
     told: Option<&Py<PyAny>>,
-    read: impl FnOnce(&mut dmalane::load::fill::Watch<'_>) -> Result<T, dmalane::ModelError> + Send,
+    read: impl FnOnce(&mut dmalane::load::fill::Watch<'_>) -> Result<T, dmalane::load::Error> + Send,
 ) -> PyResult<T> {
     let read = |progress: &Progress| read(&mut |event: Event| progress.watch(&event));
     Ok(interrupt::run(py, total, told, read)?.map_err(Failure::from)?)
@@ -52,24 +52,22 @@ impl Files {
         manifest: Option<ManifestOf>,
         raw: bool,
     ) -> PyResult<Self> {
-        let (opened, interrupted) = interrupt::quietly(py, || -> Result<_, Failure> {
+        let opened = interrupt::quietly(py, || -> Result<_, Failure> {
             let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
             let (mode, refuse_raw) = (mode(direct), !raw);
             let options = ModelOptions { mode, memory_limit, manifest, refuse_raw, ..ModelOptions::default() };
             Ok(HostModel::open(&paths, options)?)
-        });
-        interrupted?;
+        })?;
         Ok(Self { model: OfProcess::new(opened?) })
     }
 
     /// A file that this path opens, by another name in messages. It stays open.
     #[staticmethod]
     fn opened(py: Python<'_>, path: PathBuf, name: &str) -> PyResult<Self> {
-        let (opened, interrupted) = interrupt::quietly(py, || -> Result<_, Failure> {
+        let opened = interrupt::quietly(py, || -> Result<_, Failure> {
             let file = OpenFile::new(name, OpenFile::open(&path)?.file);
             Ok(HostModel::of_files([file], ModelOptions { refuse_raw: true, ..ModelOptions::default() })?)
-        });
-        interrupted?;
+        })?;
         Ok(Self { model: OfProcess::new(opened?) })
     }
 

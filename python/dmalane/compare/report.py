@@ -61,7 +61,7 @@ def notes_of(loader: dict[str, Any]) -> list[str]:
     if loader["dma_ready"] is False:
         notes.append(f"{loader['memory']}, not DMA-ready")
     left_out = ((cache, loader[f"not_{cache}"]) for cache in CACHES)
-    notes += [f"{runs} runs left out: the files were not {cache}" for cache, runs in left_out if runs]
+    notes += [f"{runs} run{'s' * (runs > 1)} left out: the files were not {cache}" for cache, runs in left_out if runs]
     return [f"{loader['name']}: {note}" for note in notes]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -148,13 +149,18 @@ if mode == "other-plan":
     except ValueError as error:
         print(json.dumps({"error": str(error)}))
     sys.exit()
-if mode == "broken" and rank == 1:
+if mode in ("broken", "killed") and rank == 1:
+    import os
     from dmalane._native import Files
     import dmalane.plan
     class Broken:
         def __init__(self, *args): self.files = Files(*args)
         def __getattr__(self, name): return getattr(self.files, name)
-        def read(self, *_): raise OSError("pulled the plug")
+        def read(self, *_):
+            if mode == "killed":
+                print("{}", flush=True)
+                os._exit(0)
+            raise OSError("pulled the plug")
     dmalane.plan.Files = Broken
 try:
     plan = tensor_parallel if mode == "names" else {
@@ -345,3 +351,11 @@ def test_all_ranks_fail_together(sharded, tmp_path):
     found = run_ranks(sharded, 2, tmp_path, "broken")
     other = "another rank of the group could not read its share"
     assert [rank["error"] for rank in found] == [other, "pulled the plug"]
+
+
+def test_a_rank_that_ends_is_named_with_the_tensor(sharded, tmp_path):
+    others = run_ranks(sharded, 3, tmp_path, "killed")
+    del others[1]
+    for rank in others:
+        lost = re.match(r"the ranks could not read tensor '.+' and .* \(lost: rank 1 of the group\): ", rank["error"])
+        assert lost, rank

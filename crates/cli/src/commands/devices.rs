@@ -4,12 +4,12 @@ use std::process::ExitCode;
 
 use clap::Args;
 use dmalane::devices::{KINDS, Listed, OptionAbout};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::layout::wrap;
+use crate::output;
 use crate::probe::Probe;
-use crate::{output, size};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -52,40 +52,16 @@ fn list(probe: &Probe) -> Vec<(&'static str, Listed)> {
 }
 
 fn json((kind, device): &(&str, Listed)) -> Value {
-    let Listed { name, supported, about, memories, channels, facts } = device;
-    let mut map = Map::new();
-    let mut put = |key: &str, value: Value| drop(map.insert(key.to_owned(), value));
-    put("name", json!(name));
-    put("supported", json!(supported));
-    put("description", json!(about));
-    put("kind", json!(kind));
-    if !memories.is_empty() {
-        let memory = |(name, bytes): &(&str, u64)| json!({ "name": name, "default_bytes": bytes });
-        put("memories", memories.iter().map(memory).collect());
-    }
-    if let Some(channels) = channels {
-        put("channels", json!(channels));
-    }
-    facts.iter().for_each(|(key, value)| put(key, json!(value)));
-    Value::Object(map)
+    let Listed { name, supported, about, facts } = device;
+    let mut all = json!({ "name": name, "supported": supported, "description": about, "kind": kind });
+    facts.iter().for_each(|(key, value)| all[*key] = json!(value));
+    all
 }
 
 fn text(devices: &[(&str, Listed)]) -> String {
     let mut text = String::new();
-    for (_, Listed { name, about, memories, channels, facts, .. }) in devices {
+    for (_, Listed { name, about, facts, .. }) in devices {
         text += &format!("{name}\n{}", wrap(&format!("    {about}"), 4));
-        if let (false, Some(channels)) = (memories.is_empty(), channels) {
-            let sizes: Vec<_> =
-                memories.iter().map(|(name, bytes)| format!("{name} {}", size::binary(*bytes))).collect();
-            let memories = sizes.join(", ");
-            text += &wrap(
-                &format!(
-                    "    memories {memories} (allocated as they fill; {name},ddr=SIZE,hbm=SIZE sets the sizes), \
-                     {channels} channels"
-                ),
-                4,
-            );
-        }
         let fact = |(key, value): &(&str, Option<String>)| {
             format!("{} {}", key.replace('_', " "), value.as_deref().unwrap_or("none"))
         };
@@ -151,7 +127,7 @@ mod tests {
         let devices = list(&probe);
         assert_eq!(devices.len(), 2, "not the one of another driver, not the one with a bad class");
         let text = text(&devices);
-        assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
+        assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("channels 2"));
         assert!(text.contains(
             "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps \
             its BARs\n    pci id 10ee:50b4, iommu group 15\n"

@@ -20,6 +20,8 @@ Examples:
   dmalane inspect models/minilm        the same of each file of a model
   dmalane inspect - < model.bin        the file behind standard input
 
+The tensors of a model are listed by dmalane load --dry-run --list.
+
 Exit status: 0 inspected, 1 no such file, 2 usage error.";
 
 /// Show how much of a file or a model is in the page cache.

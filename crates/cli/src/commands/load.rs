@@ -17,7 +17,7 @@ use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOpt
 
 use crate::device;
 use crate::failure::Failure;
-use crate::model::{self, cannot_open};
+use crate::model;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::room::LoadRoom;
@@ -48,9 +48,10 @@ Examples:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000..0x100000600
 
-These files are parsed: FORMATS. Any other file is loaded as one run of bytes.
-To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export and --send-to \
-hand a file in host memory to another process.
+These files are parsed: FORMATS.
+Any other file is loaded as one run of bytes.
+To keep tensors on a device, load from a program (Rust, C or Python); dmalane read --export hands a file in host \
+memory to another process.
 A directory, or a *.safetensors.index.json, stands for the files of the model.
 Addresses are START..END, without END. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30).
 
@@ -148,12 +149,7 @@ impl Load {
             Some(files) => files,
             None => (self.make_sample(&room)?, Vec::new()),
         };
-        // Again, now that it is known which files are read.
-        let mut read = output::named_files(&named);
-        for input in &inputs {
-            read.push((input.source.path.clone(), input.source.file.metadata()?));
-        }
-        let outputs = outputs.excluding(&[&read[..], &output::device_files(device.backing_files())?].concat())?;
+        let outputs = outputs.excluding(&output::device_files(device.backing_files())?)?;
         device::check_inputs(&self.device, device.backing_files(), &read)?;
         if self.dry_run {
             return self.plan(&mut device, &room, &inputs);
@@ -178,7 +174,6 @@ impl Load {
             copied,
             verified: self.verify,
             manifest: self.run.manifest.clone(),
-            written: self.run.written(self.record.as_ref()),
         };
         let (spec, left_out) = (self.device.clone(), set.left_out);
         let mut outcome = Outcome { device: spec, inputs, left_out, odd, run, runs, references: None };
@@ -204,9 +199,6 @@ impl Load {
             let about = (&*outcome.device.to_string(), &*report::answer(&outcome), report::files(&outcome));
             outcome.runs.write(&outputs, outcome.run.loaded.report.timeline.as_ref(), about)
         });
-        if written.is_err() {
-            outcome.runs.written = [const { None }; 3];
-        }
         let text = || report::text(&outcome, self.run.format.verbose, self.list);
         let told = output::tell(self.run.format.json, || report::json(&outcome), text)?;
         measured.and(written).map(|()| told)
@@ -310,7 +302,7 @@ impl Load {
         let size = self.sample.map_or(0, Size::bytes);
         room.check_sample(size)?;
         let file = OpenFile::new(sample::NAME, sample::make(size, self.run.format.shows_progress())?);
-        Ok(vec![file.into_input(self.run.mode.options()).map_err(cannot_open)?])
+        Ok(vec![file.into_input(self.run.mode.options()).map_err(model::failure)?])
     }
 }
 

@@ -63,10 +63,8 @@ impl Manifest {
         source::check(&self.files)?;
         let mut copied = Copied::default();
         let mut inputs = self.mode.open(&self.files, &mut copied)?;
-        let mut read = output::named_files(&self.files);
-        for input in &inputs.files {
-            read.push((input.source.path.clone(), input.source.file.metadata()?));
-        }
+        let opened = inputs.files.iter().map(|input| &input.source.path);
+        let read = output::named_files(self.files.iter().chain(opened));
         let outputs = Outputs::new(self.replace, [("--output", self.output.as_ref())])?.excluding(&read)?;
         let bar = Progress::new("manifest", !self.quiet);
         bar.set_length(inputs.bytes());

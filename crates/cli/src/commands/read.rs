@@ -15,8 +15,8 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillOptions, FilledBuf, Job};
-use dmalane::load::{DriveOptions, Expected, Manifest};
-use dmalane::{DeviceSpec, OpenFile, OpenOptions, ReadError, ReadFiles, ReadOptions};
+use dmalane::load::{DriveOptions, Manifest};
+use dmalane::{DeviceSpec, OpenFile, OpenOptions, ReadFiles, ReadOptions};
 
 use crate::device as opening;
 use crate::failure::Failure;
@@ -25,7 +25,6 @@ use crate::model;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::range::Range;
-use crate::room;
 use crate::runs::{self, MeasuredRuns, MeasuredStage, RunOptions};
 use crate::source::{self, Copied};
 use device::ReadTarget;
@@ -132,10 +131,7 @@ impl Read {
         let mut picked = self.pick_heap()?;
         let mut copied = Copied::default();
         let sources = files.iter().map(|path| open(path, &mut copied)).collect::<Result<Vec<_>, _>>()?;
-        let mut read = output::named_files(self.files.iter().chain(&self.run.manifest));
-        for source in &sources {
-            read.push((source.path.clone(), source.file.metadata()?));
-        }
+        let read = output::named_files(self.files.iter().chain(&files).chain(&self.run.manifest));
         let mut outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
         let manifest = model::manifest(self.run.manifest.as_deref())?;
         let (mut all, mut buffers) = (Vec::new(), Vec::new());
@@ -162,16 +158,12 @@ impl Read {
             stages: run.report.stages.iter().map(|s| MeasuredStage::new(*s, whole)).collect(),
             copied,
             verified: self.verify,
-            written: self.run.written(None),
             manifest: self.run.manifest,
         };
-        let mut outcome = Outcome { picked, run, runs, device: self.device };
+        let outcome = Outcome { picked, run, runs, device: self.device };
         let device = outcome.device.as_ref().map_or(String::new(), DeviceSpec::to_string);
         let about = (&*device, &*report::answer(&outcome), report::files(&outcome));
         let written = outcome.runs.write(&outputs, outcome.run.report.timeline.as_ref(), about);
-        if written.is_err() {
-            outcome.runs.written = [const { None }; 3];
-        }
         let output::OutputFormat { verbose, json, .. } = self.run.format;
         let text = match json {
             true => output::json(&report::json(&outcome))?,
@@ -199,16 +191,7 @@ impl Read {
         outputs: &mut Outputs,
     ) -> Result<(Run, Vec<FilledBuf>), Failure> {
         let bar = Progress::new("read", self.run.format.shows_progress());
-        let differs = |e| model::differs("the read failed", &e).unwrap_or_else(|| e.into());
-        let sizes = sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>().map_err(|e| failure(e.into()))?;
-        let expected = match manifest.files.is_empty() {
-            true => Expected::default(),
-            false => manifest
-                .expect(sources.iter().map(|source| &*source.path).zip(sizes.iter().copied()))
-                .map_err(differs)?,
-        };
-        let mut options = self.options();
-        options.fill.hash_regions = expected.hash_regions();
+        let sizes = sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>().map_err(model::failure)?;
         let range = self.range.unwrap_or_default();
         let mut job = Job::default();
         for (source, (file, size)) in sources.iter().zip(sizes).enumerate() {
@@ -234,7 +217,8 @@ impl Read {
         let own = own.map(|r| r.heap(Some(self.pages)));
         let mut read = dmalane::Read::sources(sources.iter().map(again).collect::<Result<Vec<_>, _>>()?)
             .job(job)
-            .options(options)
+            .options(self.options())
+            .manifest(manifest)
             .watch(|event: Event| {
                 if let Event::Arrived { len, .. } = event {
                     bar.advance(len);
@@ -244,9 +228,10 @@ impl Read {
         if let Some(ReadTarget { device, to }) = &mut target {
             read = read.copy_to_device(device, to);
         }
-        let ReadFiles { filled, methods } = read.into_memory(own.as_deref().unwrap_or(heap)).map_err(failure)?;
+        let read = read.into_memory(own.as_deref().unwrap_or(heap));
+        let failed = |e| model::differs("the read failed", &e).unwrap_or_else(|| model::failure(e));
+        let ReadFiles { filled, methods } = read.map_err(failed)?;
         bar.finish();
-        expected.check(filled.buffers.iter().map(FilledBuf::digests)).map_err(differs)?;
         let mut notes = Vec::new();
         let mappings = target.is_some().then(|| filled.mappings.iter().map(Vec::len).sum());
         if let Some(mut target) = target {
@@ -341,18 +326,4 @@ fn open(path: &Path, copied: &mut Copied) -> Result<OpenFile, Failure> {
 fn again(source: &OpenFile) -> Result<OpenFile, Failure> {
     let file = source.file.try_clone()?;
     Ok(OpenFile::new(source.path.clone(), file))
-}
-
-fn failure(error: ReadError) -> Failure {
-    match &error {
-        ReadError::Open { path, source } => Failure::because(format!("cannot open {}", path.display()), source),
-        ReadError::File(dmalane::file::Error::NoDirect { .. }) => {
-            Failure::from(error).hint("without --direct it is read through the page cache")
-        }
-        ReadError::Fill(fill) => match room::no_room(fill) {
-            Some(failure) => failure.hint("read less at a time with --range"),
-            None => Failure::from(error),
-        },
-        _ => Failure::from(error),
-    }
 }

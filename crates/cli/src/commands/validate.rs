@@ -369,7 +369,7 @@ impl Validate {
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
                     0 => "smaller buffers".to_owned(),
-                    room => format!("--buffer-size {}", Size::from(room)),
+                    room => format!("--buffer-size {}", Size::new(room)),
                 };
                 format!("each thread needs two buffers: {smaller}, fewer threads (-j), or {grow}")
             }

@@ -167,7 +167,7 @@ fn the_software_card_is_listed_first() {
     let soft = &listing["devices"][0];
     assert_eq!((&soft["name"], &soft["kind"]), (&"soft".into(), &"soft".into()));
     assert_eq!((&soft["supported"], &soft["channels"]), (&true.into(), &2.into()));
-    assert_eq!(soft["memories"][0]["default_bytes"], 64u64 << 30);
+    assert_eq!(soft["memory"], "ddr 64 GiB, hbm 32 GiB (allocated as they fill)");
     assert!(stdout(&run(&["devices"])).starts_with("soft\n"));
 }
 
@@ -339,7 +339,7 @@ fn what_a_load_says() {
     let text = load(&["raw.bin", "--list", "--record", "binds"]);
     assert!(text.starts_with("Bottleneck: ") && text.contains("\nLoaded 1 tensor in 1 file (4.88 KiB) in "), "{text}");
     assert!(text.contains("\nraw.bin: raw, one run of bytes; XXH3 "), "{text}");
-    assert!(text.contains("\nRecorded: binds\n"), "{text}");
+    assert!(folder.join("binds").exists());
     assert!(text.contains("\ntensor   dtype  shape  bytes  device VA\nraw.bin  "), "{text}");
     let text = load(&["--sample", "8MiB", "-v", "--verify", "--list"]);
     assert!(text.contains("\nsample.safetensors: safetensors, 5 tensors; XXH3 "), "{text}");

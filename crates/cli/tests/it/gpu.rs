@@ -48,7 +48,8 @@ fn in_every_command(layers: Option<&Layers>, device: &str) -> Option<()> {
     ] {
         let sum = named.lines().find_map(|line| line.strip_prefix(&format!("SUM {name} ")));
         let sum: f64 = sum.unwrap_or_else(|| panic!("{name}: {named}")).parse().unwrap();
-        assert!(sum > 0.0 && named.contains(&format!("Running {name}.\nmemcpy CE CPU(row) ")), "{named}");
+        // A busy machine may round it to 0.00.
+        assert!(sum >= 0.0 && named.contains(&format!("Running {name}.\nmemcpy CE CPU(row) ")), "{named}");
     }
     Some(())
 }

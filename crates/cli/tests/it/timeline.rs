@@ -57,7 +57,6 @@ fn a_trace_has_every_read_copy_and_bind() {
     for options in [&["--buffered"][..], &["-d", "soft,workers=each"], &["--no-checksum", "--chunk", "1MiB"]] {
         let args = ["load", "--sample", "24MiB", "--json", "--trace", "trace.json", "--force"];
         let report: Value = serde_json::from_slice(&dmalane(&folder, &[&args, options].concat()).stdout).unwrap();
-        assert_eq!((&report["traced"], &report["reported"]), (&"trace.json".into(), &Value::Null));
         let trace: Value = serde_json::from_slice(&fs::read(folder.join("trace.json")).unwrap()).unwrap();
         assert!(trace["otherData"]["command"].as_str().unwrap().contains("load --sample 24MiB"));
         let rows = spans(&trace);
@@ -109,7 +108,6 @@ fn reading_has_a_timeline_too() {
     for (device, copies) in [(&["-d", "soft"][..], true), (&["-d", "ram:64MiB"], true), (&[], false)] {
         let args = ["read", "a.safetensors", "--json", "--trace", "t.json", "--report", "r.html", "--force"];
         let report: Value = serde_json::from_slice(&dmalane(&folder, &[&args, device].concat()).stdout).unwrap();
-        assert_eq!((&report["traced"], &report["reported"]), (&"t.json".into(), &"r.html".into()));
         let trace: Value = serde_json::from_slice(&fs::read(folder.join("t.json")).unwrap()).unwrap();
         assert_eq!(trace["traceEvents"][0]["args"]["name"], "dmalane read");
         let rows = spans(&trace);
@@ -192,7 +190,6 @@ fn a_report_is_one_page_in_which_names_are_text() {
     crate::sample(folder.join(name), 16 << 20, 1);
     let report = ["load", name, "--no-checksum", "--report", "report.html", "--repeat", "2", "--json"];
     let json: Value = serde_json::from_slice(&dmalane(&folder, &report).stdout).unwrap();
-    assert_eq!(json["reported"], "report.html");
     assert!(json["references"]["read_bytes_per_s"].as_f64().unwrap() > 0.0, "measured without -v");
     let page = fs::read_to_string(folder.join("report.html")).unwrap();
     assert!(page.contains("&lt;script&gt;alert(1)&lt;!-- &amp; &quot;&#39;.safetensors"));

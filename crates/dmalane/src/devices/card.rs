@@ -17,45 +17,24 @@ pub struct CardOptions {
     pub va_bits: Option<u8>,
 }
 
-/// A card by name.
-pub(super) trait CardSpec: Spec {
-    /// How it is driven.
-    fn card(&mut self) -> &mut CardOptions;
-    /// The same.
-    fn driven(&self) -> &CardOptions;
-}
-
 impl CardOptions {
-    /// The options of a card by name.
-    pub(super) fn options<S: CardSpec>() -> [SpecOption<S>; 3] {
+    /// The options of a card by name, whose own are found by `of`.
+    pub(super) fn options<S: Spec>(of: fn(&mut S) -> &mut Self) -> [SpecOption<S>; 3] {
         [
             SpecOption::valued(
                 "ring",
                 "N",
                 "entries of each DMA ring, a power of two from 2 to 65536",
-                |spec, text| {
+                move |spec, text| {
                     let ring = number(text, 2..=1 << 16).ok().filter(|entries: &usize| entries.is_power_of_two());
-                    spec.card().ring = Some(ring.ok_or("not a power of two from 2 to 65536")?);
+                    of(spec).ring = Some(ring.ok_or("not a power of two from 2 to 65536")?);
                     Ok(())
                 },
-                |spec| Some(spec.driven().ring?.to_string()),
             ),
-            SpecOption::flag(
-                "flat",
-                "no page tables: addresses are card addresses",
-                |spec, _| {
-                    spec.card().flat = true;
-                    Ok(())
-                },
-                |spec| spec.driven().flat.then(String::new),
-            ),
-            SpecOption::valued(
-                "va-bits",
-                "N",
-                "bits of device virtual addresses, 32 to 47 [47]",
-                |spec, text| number(text, 32..=47).map(|it| spec.card().va_bits = Some(it)),
-                |spec| Some(spec.driven().va_bits?.to_string()),
-            ),
+            SpecOption::flag("flat", "no page tables: addresses are card addresses", move |spec| of(spec).flat = true),
+            SpecOption::valued("va-bits", "N", "bits of device virtual addresses, 32 to 47 [47]", move |spec, text| {
+                number(text, 32..=47).map(|it| of(spec).va_bits = Some(it))
+            }),
         ]
     }
 

@@ -35,31 +35,15 @@ impl Spec for CudaSpec {
         Ok(Self { gpu: what.to_owned(), library: None, binds: Binds::Flat })
     }
 
-    fn what(&self) -> String {
-        self.gpu.clone()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
         vec![
-            SpecOption::flag(
-                "vmm",
-                "bind buffers by cuMemMap, in pages of 2 MiB",
-                |spec, _| {
-                    spec.binds = Binds::CuMemMap;
-                    Ok(())
-                },
-                |spec| (spec.binds == Binds::CuMemMap).then(String::new),
-            ),
-            SpecOption::valued(
-                "lib",
-                "PATH",
-                "the library of the driver [libcuda.so.1]",
-                |spec: &mut Self, text| {
-                    spec.library = Some(text.to_owned());
-                    Ok(())
-                },
-                |spec| spec.library.clone(),
-            )
+            SpecOption::flag("vmm", "bind buffers by cuMemMap, in pages of 2 MiB", |spec: &mut Self| {
+                spec.binds = Binds::CuMemMap
+            }),
+            SpecOption::valued("lib", "PATH", "the library of the driver [libcuda.so.1]", |spec: &mut Self, text| {
+                spec.library = Some(text.to_owned());
+                Ok(())
+            })
             .with_commas(),
         ]
     }
@@ -78,8 +62,6 @@ impl Spec for CudaSpec {
             name: format!("cuda:{}", gpu.number),
             supported: gpu.virtual_memory,
             about: format!("{}, CUDA {}.{}", gpu.name, gpu.driver.0, gpu.driver.1),
-            memories: Vec::new(),
-            channels: None,
             facts: vec![
                 ("uuid", Some(gpu.uuid)),
                 ("pci", Some(gpu.pci)),

@@ -7,12 +7,11 @@ use std::sync::Arc;
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_daemon::{Client, ClientOptions, SOCKET};
 
-use super::card::{CardOptions, CardSpec};
+use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
-use super::option::{SERVER_UID, SpecOption, size, uid};
-use super::soft::{LEAST_HBM, MOST, memory};
+use super::option::{SERVER_UID, SpecOption, uid};
+use super::soft::{LEAST_HBM, SoftSpec, memory};
 use crate::open_options::OpenOptions;
-use crate::size::Size;
 
 /// A function of a daemon's card, `daemon[:SOCKET]`.
 #[derive(Clone, PartialEq, Debug)]
@@ -52,10 +51,6 @@ impl Spec for DaemonSpec {
         Ok(Self { socket, server_uid: None, ddr: None, hbm: None, card: CardOptions::default() })
     }
 
-    fn what(&self) -> String {
-        if self.socket == Path::new(SOCKET) { String::new() } else { self.socket.display().to_string() }
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
         let own = [
             SpecOption::valued(
@@ -63,24 +58,18 @@ impl Spec for DaemonSpec {
                 "SIZE",
                 "DDR to ask for, rounded up to 2MiB [the most that the daemon gives a client]",
                 |spec: &mut Self, text| memory(text).map(|it| spec.ddr = Some(it)),
-                |spec| spec.ddr.map(size),
             ),
             SpecOption::valued(
                 "hbm",
                 "SIZE",
                 "HBM to ask for, rounded up to 4MiB [the most that the daemon gives a client]",
-                |spec, text| memory(text).map(|it| spec.hbm = Some(it)),
-                |spec| spec.hbm.map(size),
+                |spec: &mut Self, text| memory(text).map(|it| spec.hbm = Some(it)),
             ),
-            SpecOption::valued(
-                "server-uid",
-                "UID",
-                SERVER_UID,
-                |spec, text| uid(text).map(|it| spec.server_uid = Some(it)),
-                |spec| Some(spec.server_uid?.to_string()),
-            ),
+            SpecOption::valued("server-uid", "UID", SERVER_UID, |spec: &mut Self, text| {
+                uid(text).map(|it| spec.server_uid = Some(it))
+            }),
         ];
-        own.into_iter().chain(CardOptions::options()).collect()
+        own.into_iter().chain(CardOptions::options(|spec: &mut Self| &mut spec.card)).collect()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
@@ -107,30 +96,12 @@ impl Spec for DaemonSpec {
                 Ok(_) => "a function of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
                 Err(e) => format!("the daemon cannot be used: {e}"),
             },
-            memories: Vec::new(),
-            channels: None,
             facts: Vec::new(),
         }]
     }
 
-    fn more(&self, group: &str, bytes: u64) -> Option<String> {
-        let (mut more, bytes) = (self.clone(), Size::about(bytes).bytes());
-        match group {
-            "ddr" => more.ddr = Some(bytes),
-            "hbm" => more.hbm = Some(bytes),
-            _ => return None,
-        }
-        let gives = format!("of a daemon that gives a client as much (dmalaned --client-{group})");
-        (bytes <= MOST).then(|| format!("-d {} {gives}", more.name()))
-    }
-}
-
-impl CardSpec for DaemonSpec {
-    fn card(&mut self) -> &mut CardOptions {
-        &mut self.card
-    }
-
-    fn driven(&self) -> &CardOptions {
-        &self.card
+    fn more(name: &str, group: &str, bytes: u64) -> Option<String> {
+        let more = SoftSpec::more(name, group, bytes)?;
+        Some(format!("{more} of a daemon that gives a client as much (dmalaned --client-{group})"))
     }
 }

@@ -31,10 +31,6 @@ impl Spec for FileSpec {
         }
     }
 
-    fn what(&self) -> String {
-        self.paths.h2c.display().to_string()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
         vec![
             SpecOption::valued(
@@ -45,18 +41,9 @@ impl Spec for FileSpec {
                     spec.paths.c2h = text.into();
                     Ok(())
                 },
-                |spec| (spec.paths.c2h != spec.paths.h2c).then(|| spec.paths.c2h.display().to_string()),
             )
             .with_commas(),
-            SpecOption::flag(
-                "direct",
-                "direct I/O, past the page cache",
-                |spec, _| {
-                    spec.options.direct = true;
-                    Ok(())
-                },
-                |spec| spec.options.direct.then(String::new),
-            ),
+            SpecOption::flag("direct", "direct I/O, past the page cache", |spec: &mut Self| spec.options.direct = true),
         ]
     }
 
@@ -66,7 +53,7 @@ impl Spec for FileSpec {
         Ok(Box::new(FileDevice::open(self.paths.clone(), FileDeviceOptions { overwrite, threads, ..self.options })?))
     }
 
-    fn more(&self, _: &str, bytes: u64) -> Option<String> {
+    fn more(_: &str, _: &str, bytes: u64) -> Option<String> {
         Some(format!("a file of {}", rough(bytes)))
     }
 }

@@ -34,9 +34,6 @@ pub trait Spec: Clone + fmt::Debug + Send + Sync + Sized + 'static {
     /// The reason why it names no device.
     fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>>;
 
-    /// Returns what [`Spec::parse`] reads.
-    fn what(&self) -> String;
-
     /// Returns the options that stand in a name after commas.
     fn options() -> Vec<SpecOption<Self>> {
         Vec::new()
@@ -54,26 +51,10 @@ pub trait Spec: Clone + fmt::Debug + Send + Sync + Sized + 'static {
         Vec::new()
     }
 
-    /// Names a device of this kind with that many bytes in a group of its regions, in words of the command line; `None`
-    /// where there is none.
-    fn more(&self, _group: &str, _bytes: u64) -> Option<String> {
+    /// Names a device as `name` does, but with that many bytes in a group of its regions, in words of the command line;
+    /// `None` where there is none.
+    fn more(_name: &str, _group: &str, _bytes: u64) -> Option<String> {
         None
-    }
-
-    /// Returns the name, with the options that have no default value.
-    fn name(&self) -> String {
-        let (mut name, what) = (Self::NAME.to_owned(), self.what());
-        if !what.is_empty() {
-            name += &format!(":{what}");
-        }
-        for option in Self::options() {
-            match (option.get)(self) {
-                Some(value) if option.about.value.is_empty() => name += &format!(",{}{value}", option.about.key),
-                Some(value) => name += &format!(",{}={value}", option.about.key),
-                None => {}
-            }
-        }
-        name
     }
 }
 
@@ -92,6 +73,7 @@ pub enum Ability {
 }
 
 /// A kind of device: an entry of [`KINDS`](super::KINDS).
+#[derive(Debug)]
 pub struct DeviceKind {
     /// The first word of its names.
     pub name: &'static str,
@@ -102,21 +84,25 @@ pub struct DeviceKind {
     /// Its properties and needs.
     pub abilities: &'static [Ability],
     options: fn() -> Vec<OptionAbout>,
-    parse: fn(&str) -> Result<Arc<dyn AnySpec>, BadDeviceSpec>,
+    pub(crate) parse: fn(&str) -> Result<AnySpec, BadDeviceSpec>,
+    pub(crate) open: fn(&AnySpec, &OpenOptions) -> OpenResult,
     list: fn(&Path) -> Vec<Listed>,
+    pub(crate) more: fn(&str, &str, u64) -> Option<String>,
 }
 
 impl DeviceKind {
     /// The kind whose names are parsed into an `S`.
-    pub(super) const fn of<S: Spec>() -> Self {
+    pub(crate) const fn of<S: Spec>() -> Self {
         Self {
             name: S::NAME,
             syntax: S::SYNTAX,
             about: S::ABOUT,
             abilities: S::ABILITIES,
             options: || S::options().iter().map(|option| option.about).collect(),
-            parse: |text| parse::<S>(text).map(|spec| Arc::new(spec) as Arc<dyn AnySpec>),
+            parse: |text| parse::<S>(text).map(|spec| Arc::new(spec) as AnySpec),
+            open: |spec, options| spec.downcast_ref::<S>().expect("a name of this kind").open(options),
             list: S::list,
+            more: S::more,
         }
     }
 
@@ -142,17 +128,6 @@ impl DeviceKind {
             _ => None,
         })
     }
-
-    /// Parses a name that begins with the name of this kind.
-    pub(crate) fn parse(&self, text: &str) -> Result<Arc<dyn AnySpec>, BadDeviceSpec> {
-        (self.parse)(text)
-    }
-}
-
-impl fmt::Debug for DeviceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceKind({})", self.name)
-    }
 }
 
 /// A device that was found.
@@ -164,44 +139,12 @@ pub struct Listed {
     pub supported: bool,
     /// A description, or the reason why it cannot be opened.
     pub about: String,
-    /// Its memories with their sizes, as far as that is known without opening it.
-    pub memories: Vec<(&'static str, u64)>,
-    /// Its channels, as far as that is known without opening it.
-    pub channels: Option<u32>,
     /// Other facts by name; `None` where there is no value.
     pub facts: Vec<(&'static str, Option<String>)>,
 }
 
 /// A [`Spec`] of any kind.
-pub(crate) trait AnySpec: fmt::Debug + Send + Sync {
-    fn kind(&self) -> &'static DeviceKind;
-    fn name(&self) -> String;
-    fn open(&self, options: &OpenOptions) -> OpenResult;
-    fn more(&self, group: &str, bytes: u64) -> Option<String>;
-    fn as_any(&self) -> &dyn Any;
-}
-
-impl<S: Spec> AnySpec for S {
-    fn kind(&self) -> &'static DeviceKind {
-        const { &DeviceKind::of::<S>() }
-    }
-
-    fn name(&self) -> String {
-        Spec::name(self)
-    }
-
-    fn open(&self, options: &OpenOptions) -> OpenResult {
-        Spec::open(self, options)
-    }
-
-    fn more(&self, group: &str, bytes: u64) -> Option<String> {
-        Spec::more(self, group, bytes)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+pub(crate) type AnySpec = Arc<dyn Any + Send + Sync>;
 
 /// A text that names no device.
 #[derive(Debug, Error)]

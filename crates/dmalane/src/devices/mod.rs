@@ -20,8 +20,7 @@ pub mod vulkan;
 pub use card::CardOptions;
 pub(crate) use kind::AnySpec;
 pub use kind::{Ability, BadDeviceSpec, DeviceKind, Listed, OpenResult, Spec};
-pub(crate) use option::nearest;
-pub use option::{OptionAbout, SpecOption};
+pub use option::{OptionAbout, SpecOption, nearest};
 
 /// Every kind of device.
 pub const KINDS: &[DeviceKind] = &[

@@ -31,35 +31,33 @@ pub struct SpecOption<S> {
     /// Its value may have commas.
     pub(super) commas: bool,
     /// Takes the value; the error is the reason alone.
-    pub(super) set: fn(&mut S, &str) -> Result<(), String>,
-    /// The value, if it is not the default; empty for an option without one.
-    pub(super) get: fn(&S) -> Option<String>,
+    pub(super) set: Box<SetOption<S>>,
 }
+
+/// Sets an option to the value in a name.
+pub(super) type SetOption<S> = dyn Fn(&mut S, &str) -> Result<(), String>;
 
 impl<S> SpecOption<S> {
     /// An option with a value, of which `value` is the name ("SIZE").
-    pub(super) const fn valued(
+    pub(super) fn valued(
         key: &'static str,
         value: &'static str,
         about: &'static str,
-        set: fn(&mut S, &str) -> Result<(), String>,
-        get: fn(&S) -> Option<String>,
+        set: impl Fn(&mut S, &str) -> Result<(), String> + 'static,
     ) -> Self {
-        Self { about: OptionAbout { key, value, about }, commas: false, set, get }
+        Self { about: OptionAbout { key, value, about }, commas: false, set: Box::new(set) }
     }
 
     /// An option without a value.
-    pub(super) const fn flag(
-        key: &'static str,
-        about: &'static str,
-        set: fn(&mut S, &str) -> Result<(), String>,
-        get: fn(&S) -> Option<String>,
-    ) -> Self {
-        Self::valued(key, "", about, set, get)
+    pub(super) fn flag(key: &'static str, about: &'static str, set: impl Fn(&mut S) + 'static) -> Self {
+        Self::valued(key, "", about, move |spec, _| {
+            set(spec);
+            Ok(())
+        })
     }
 
     /// The value may have commas, as a path may.
-    pub(super) const fn with_commas(self) -> Self {
+    pub(super) fn with_commas(self) -> Self {
         Self { commas: true, ..self }
     }
 }
@@ -134,7 +132,7 @@ fn find<S>(options: &[SpecOption<S>], key: &str) -> Option<usize> {
 }
 
 /// The word that was meant, if one is like it: by few letters that were added, left out or changed.
-pub(crate) fn nearest<'a>(word: &str, among: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(word: &str, among: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let near = among.map(|other| (distance(word, other), other)).filter(|(n, other)| *n > 0 && *n <= other.len() / 3);
     near.min().map(|(_, other)| other)
 }
@@ -180,9 +178,11 @@ pub(super) fn rough(bytes: u64) -> Size {
     if bytes < 1 << 20 { Size::new(bytes) } else { Size::about(bytes) }
 }
 
-/// Bytes as a name has them.
-pub(super) fn size(bytes: u64) -> String {
-    Size::new(bytes).to_string()
+/// A name with this value of an option, in place of another.
+pub(super) fn with_value(name: &str, key: &str, value: impl Display) -> String {
+    let (before, after) = name.split_once(&format!(",{key}=")).unwrap_or((name, ""));
+    let rest = after.find(',').map_or("", |at| &after[at..]);
+    format!("{before},{key}={value}{rest}")
 }
 
 #[cfg(test)]
@@ -190,8 +190,8 @@ mod tests {
     use super::*;
 
     fn options() -> [SpecOption<()>; 3] {
-        let valued = |key| SpecOption::valued(key, "X", "", |_, _| Ok(()), |_| None);
-        [valued("ddr"), valued("lib").with_commas(), SpecOption::flag("direct", "", |_, _| Ok(()), |_| None)]
+        let valued = |key| SpecOption::valued(key, "X", "", |_, _| Ok(()));
+        [valued("ddr"), valued("lib").with_commas(), SpecOption::flag("direct", "", |_| ())]
     }
 
     #[test]

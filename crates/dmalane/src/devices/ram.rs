@@ -5,7 +5,7 @@ use std::error::Error;
 use dmalane_device::RamDevice;
 
 use super::kind::{OpenResult, Spec};
-use super::option::{bytes, rough, size};
+use super::option::{bytes, rough};
 use crate::open_options::OpenOptions;
 
 /// So many bytes of memory, `ram:SIZE`.
@@ -24,15 +24,11 @@ impl Spec for RamSpec {
         Ok(Self { bytes: bytes(what)? })
     }
 
-    fn what(&self) -> String {
-        size(self.bytes)
-    }
-
     fn open(&self, _: &OpenOptions) -> OpenResult {
         Ok(Box::new(RamDevice::new(self.bytes)?))
     }
 
-    fn more(&self, _: &str, bytes: u64) -> Option<String> {
+    fn more(_: &str, _: &str, bytes: u64) -> Option<String> {
         Some(format!("-d ram:{}", rough(bytes)))
     }
 }

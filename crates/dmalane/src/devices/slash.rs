@@ -20,27 +20,9 @@ pub struct SlashSpec {
 }
 
 /// The option of a V80's rings.
-pub(super) const fn ring<S: Spec>(
-    set: fn(&mut S, &str) -> Result<(), String>,
-    get: fn(&S) -> Option<String>,
-) -> SpecOption<S> {
-    SpecOption::valued(
-        "ring",
-        "INDEX",
-        "size of the DMA rings: an index, 0 to 15, into the table of the QDMA [15]",
-        set,
-        get,
-    )
-}
-
-/// Sets the rings' size.
-pub(super) fn set_ring(options: &mut SlashOptions, text: &str) -> Result<(), String> {
-    number(text, 0..=15).map(|it| options.ring = it)
-}
-
-/// The rings' size, unless it is the default.
-pub(super) fn get_ring(options: &SlashOptions) -> Option<String> {
-    (options.ring != SlashOptions::default().ring).then(|| options.ring.to_string())
+pub(super) fn ring<S: Spec>(of: fn(&mut S) -> &mut SlashOptions) -> SpecOption<S> {
+    let about = "size of the DMA rings: an index, 0 to 15, into the table of the QDMA [15]";
+    SpecOption::valued("ring", "INDEX", about, move |spec, text| number(text, 0..=15).map(|it| of(spec).ring = it))
 }
 
 impl Spec for SlashSpec {
@@ -53,12 +35,8 @@ impl Spec for SlashSpec {
         Ok(Self { node: what.parse()?, options: SlashOptions::default() })
     }
 
-    fn what(&self) -> String {
-        self.node.to_string()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
-        vec![ring(|spec, text| set_ring(&mut spec.options, text), |spec| get_ring(&spec.options))]
+        vec![ring(|spec: &mut Self| &mut spec.options)]
     }
 
     fn open(&self, _: &OpenOptions) -> OpenResult {
@@ -75,8 +53,6 @@ impl Spec for SlashSpec {
                     Ok(()) => "an AMD V80 of the driver SLASH: ddr 32 GiB, hbm 32 GiB, 2 channels".to_owned(),
                     Err(e) => format!("an AMD V80 of the driver SLASH, whose node cannot be used: {e}"),
                 },
-                memories: Vec::new(),
-                channels: None,
                 facts: vec![("pci", node.pci(root))],
             }
         };

@@ -8,11 +8,11 @@ use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Counters, IommuCounters};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
-use super::card::{CardOptions, CardSpec};
+use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
-use super::option::{SpecOption, bytes, number, size};
+use super::option::{SpecOption, bytes, number, with_value};
 use crate::open_options::OpenOptions;
-use crate::size::Size;
+use crate::size::{Size, binary};
 
 /// Bytes of DDR, by default.
 pub const DDR: u64 = 64 << 30;
@@ -72,9 +72,6 @@ impl SoftSpec {
     }
 }
 
-/// The names of [`Workers`] as values of an option.
-const WORKERS: [(&str, Workers); 3] = [("none", Workers::Inline), ("one", Workers::One), ("each", Workers::PerChannel)];
-
 /// The size of a memory of the card.
 pub(super) fn memory(text: &str) -> Result<u64, String> {
     match bytes(text)? {
@@ -96,10 +93,6 @@ impl Spec for SoftSpec {
         }
     }
 
-    fn what(&self) -> String {
-        String::new()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
         let own = [
             SpecOption::valued(
@@ -107,55 +100,41 @@ impl Spec for SoftSpec {
                 "SIZE",
                 "DDR, at most 256GiB, rounded up to 2MiB [64GiB]",
                 |spec: &mut Self, text| memory(text).map(|it| spec.ddr = it),
-                |spec| (spec.ddr != DDR).then(|| size(spec.ddr)),
             ),
             SpecOption::valued(
                 "hbm",
                 "SIZE",
                 "HBM in two halves, at most 256GiB, rounded up to 4MiB [32GiB]",
-                |spec, text| memory(text).map(|it| spec.hbm = it),
-                |spec| (spec.hbm != HBM).then(|| size(spec.hbm)),
+                |spec: &mut Self, text| memory(text).map(|it| spec.hbm = it),
             ),
-            SpecOption::valued(
-                "channels",
-                "N",
-                "DMA channels, 1 to 16 [2]",
-                |spec, text| number(text, 1..=16).map(|it| spec.channels = it),
-                |spec| (spec.channels != CardConfig::default().channels).then(|| spec.channels.to_string()),
-            ),
+            SpecOption::valued("channels", "N", "DMA channels, 1 to 16 [2]", |spec: &mut Self, text| {
+                number(text, 1..=16).map(|it| spec.channels = it)
+            }),
             SpecOption::valued(
                 "workers",
                 "WHICH",
                 "threads of the card: none, one, or each for one per channel [none]",
-                |spec, text| {
-                    let named = WORKERS.iter().find(|(name, _)| *name == text);
-                    spec.workers = named.ok_or("not none, one or each")?.1;
+                |spec: &mut Self, text| {
+                    spec.workers = match text {
+                        "none" => Workers::Inline,
+                        "one" => Workers::One,
+                        "each" => Workers::PerChannel,
+                        _ => return Err("not none, one or each".to_owned()),
+                    };
                     Ok(())
-                },
-                |spec| {
-                    let given = WORKERS.iter().skip(1).find(|(_, workers)| *workers == spec.workers);
-                    given.map(|(name, _)| (*name).to_owned())
                 },
             ),
             SpecOption::valued(
                 "fragmentation",
                 "F",
                 "fragmentation of its host's physical memory, 0 to 1 [0.5]",
-                |spec, text| number(text, 0.0..=1.0).map(|it| spec.fragmentation = it),
-                |spec| {
-                    let other = spec.fragmentation != HostConfig::default().fragmentation;
-                    other.then(|| spec.fragmentation.to_string())
-                },
+                |spec: &mut Self, text| number(text, 0.0..=1.0).map(|it| spec.fragmentation = it),
             ),
-            SpecOption::valued(
-                "seed",
-                "N",
-                "seed of its host's physical memory [1]",
-                |spec, text| text.parse().map(|it| spec.seed = it).map_err(|_| "not a whole number".to_owned()),
-                |spec| (spec.seed != HostConfig::default().seed).then(|| spec.seed.to_string()),
-            ),
+            SpecOption::valued("seed", "N", "seed of its host's physical memory [1]", |spec: &mut Self, text| {
+                text.parse().map(|it| spec.seed = it).map_err(|_| "not a whole number".to_owned())
+            }),
         ];
-        own.into_iter().chain(CardOptions::options()).collect()
+        own.into_iter().chain(CardOptions::options(|spec: &mut Self| &mut spec.card)).collect()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
@@ -182,30 +161,17 @@ impl Spec for SoftSpec {
             name: "soft".to_owned(),
             supported: true,
             about: "the software card: a device model inside this process, no hardware needed".to_owned(),
-            memories: vec![("ddr", DDR), ("hbm", HBM)],
-            channels: Some(CardConfig::default().channels),
-            facts: Vec::new(),
+            facts: vec![
+                ("memory", Some(format!("ddr {}, hbm {} (allocated as they fill)", binary(DDR), binary(HBM)))),
+                ("channels", Some(CardConfig::default().channels.to_string())),
+            ],
         }]
     }
 
-    fn more(&self, group: &str, bytes: u64) -> Option<String> {
-        let (mut more, bytes) = (self.clone(), Size::about(bytes).bytes());
-        match group {
-            "ddr" => more.ddr = bytes,
-            "hbm" => more.hbm = bytes,
-            _ => return None,
-        }
-        (bytes <= MOST).then(|| format!("-d {}", more.name()))
-    }
-}
-
-impl CardSpec for SoftSpec {
-    fn card(&mut self) -> &mut CardOptions {
-        &mut self.card
-    }
-
-    fn driven(&self) -> &CardOptions {
-        &self.card
+    fn more(name: &str, group: &str, bytes: u64) -> Option<String> {
+        let size = Size::about(bytes);
+        let has = matches!(group, "ddr" | "hbm") && size.bytes() <= MOST;
+        has.then(|| format!("-d {}", with_value(name, group, size)))
     }
 }
 

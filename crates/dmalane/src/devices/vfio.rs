@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dmalane_card::CardDevice;
 use dmalane_vfio::Bdf;
 
-use super::card::{CardOptions, CardSpec};
+use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::SpecOption;
 use crate::card_server::CARD_PCI_ID;
@@ -34,12 +34,8 @@ impl Spec for VfioSpec {
         Ok(Self { bdf: what.parse()?, card: CardOptions::default() })
     }
 
-    fn what(&self) -> String {
-        self.bdf.to_string()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
-        CardOptions::options().into()
+        CardOptions::options(|spec: &mut Self| &mut spec.card).into()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
@@ -59,20 +55,8 @@ impl Spec for VfioSpec {
                     "a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps its BARs".to_owned()
                 }
             },
-            memories: Vec::new(),
-            channels: None,
             facts: vec![("pci_id", Some(d.id)), ("iommu_group", d.iommu_group)],
         };
         pci::devices(root).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci")).map(listed).collect()
-    }
-}
-
-impl CardSpec for VfioSpec {
-    fn card(&mut self) -> &mut CardOptions {
-        &mut self.card
-    }
-
-    fn driven(&self) -> &CardOptions {
-        &self.card
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_dma::trusted_users;
 
-use super::card::{CardOptions, CardSpec};
+use super::card::CardOptions;
 use super::kind::{Ability, OpenResult, Spec};
 use super::option::{SERVER_UID, SpecOption, uid};
 use crate::open_options::OpenOptions;
@@ -38,19 +38,11 @@ impl Spec for VfioUserSpec {
         }
     }
 
-    fn what(&self) -> String {
-        self.socket.display().to_string()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
-        let own = [SpecOption::valued(
-            "server-uid",
-            "UID",
-            SERVER_UID,
-            |spec: &mut Self, text| uid(text).map(|it| spec.server_uid = Some(it)),
-            |spec| Some(spec.server_uid?.to_string()),
-        )];
-        own.into_iter().chain(CardOptions::options()).collect()
+        let own = [SpecOption::valued("server-uid", "UID", SERVER_UID, |spec: &mut Self, text| {
+            uid(text).map(|it| spec.server_uid = Some(it))
+        })];
+        own.into_iter().chain(CardOptions::options(|spec: &mut Self| &mut spec.card)).collect()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
@@ -58,15 +50,5 @@ impl Spec for VfioUserSpec {
         let bus = connect_pci_card(&self.socket, &trusted)?;
         let used = self.card.used(format!("the card vfio-user:{}", self.socket.display()), true, options);
         Ok(Box::new(CardDevice::open(Arc::new(bus), CardUse { processors: 1, ..used })?))
-    }
-}
-
-impl CardSpec for VfioUserSpec {
-    fn card(&mut self) -> &mut CardOptions {
-        &mut self.card
-    }
-
-    fn driven(&self) -> &CardOptions {
-        &self.card
     }
 }

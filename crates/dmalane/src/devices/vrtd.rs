@@ -7,7 +7,7 @@ use dmalane_slash::{SlashDevice, SlashOptions, VRTD_SOCKET, VrtdName};
 
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::SpecOption;
-use super::slash::{get_ring, ring, set_ring};
+use super::slash::ring;
 use crate::open_options::OpenOptions;
 
 /// A card of a vrtd, `vrtd[:SOCKET][#N]`.
@@ -30,12 +30,8 @@ impl Spec for VrtdSpec {
         Ok(Self { card: what.parse()?, options: SlashOptions::default() })
     }
 
-    fn what(&self) -> String {
-        self.card.to_string()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
-        vec![ring(|spec, text| set_ring(&mut spec.options, text), |spec| get_ring(&spec.options))]
+        vec![ring(|spec: &mut Self| &mut spec.options)]
     }
 
     fn open(&self, _: &OpenOptions) -> OpenResult {
@@ -51,8 +47,6 @@ impl Spec for VrtdSpec {
             name,
             supported: pci.is_ok(),
             about,
-            memories: Vec::new(),
-            channels: None,
             facts: vec![("pci", pci.ok())],
         };
         match dmalane_slash::vrtd_cards(&socket) {

@@ -33,27 +33,16 @@ impl Spec for VulkanSpec {
         }
     }
 
-    fn what(&self) -> String {
-        self.gpu.clone()
-    }
-
     fn options() -> Vec<SpecOption<Self>> {
         vec![
-            SpecOption::flag(
-                "flat",
-                "no sparse binding: addresses are card addresses",
-                |spec, _| {
-                    spec.options.sparse = false;
-                    Ok(())
-                },
-                |spec| (!spec.options.sparse).then(String::new),
-            ),
+            SpecOption::flag("flat", "no sparse binding: addresses are card addresses", |spec: &mut Self| {
+                spec.options.sparse = false
+            }),
             SpecOption::valued(
                 "channels",
                 "N",
                 "queues, 1 to 16 [those of the driver that copy]",
-                |spec, text| number(text, 1..=16).map(|it| spec.options.channels = Some(it)),
-                |spec| Some(spec.options.channels?.to_string()),
+                |spec: &mut Self, text| number(text, 1..=16).map(|it| spec.options.channels = Some(it)),
             ),
         ]
     }
@@ -104,8 +93,6 @@ fn listed(gpu: GpuInfo) -> Listed {
             Ok(_) => gpu.to_string(),
             Err(e) => e.to_string(),
         },
-        memories: Vec::new(),
-        channels: None,
         facts: vec![
             ("uuid", Some(gpu.uuid())),
             ("host_import", gpu.host_import.map(|align| format!("at multiples of {align} bytes"))),

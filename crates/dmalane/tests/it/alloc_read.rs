@@ -10,9 +10,10 @@ use std::time::Duration;
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
 use dmalane::file::{Mode, Moved};
+use dmalane::load::Error as LoadError;
 use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::queue::OpError;
-use dmalane::{AllocAndRead, AllocRead, OpenFile, Read, ReadError, ReadFiles, ReadOptions, Scheme};
+use dmalane::{AllocRead, OpenFile, Read, ReadFiles, ReadOptions, alloc_and_read};
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 
@@ -57,19 +58,20 @@ fn every_method_gives_the_same_bytes() {
         let file = file(&data);
         for (i, heap) in heaps.iter().enumerate() {
             for mode in [Mode::Auto, Mode::Buffered, Mode::Direct] {
-                for scheme in [Scheme::Overlap, Scheme::Sequential, Scheme::Plain] {
+                for chunk in [small().fill.chunk, u64::MAX] {
                     for threads in [None, Some(3)] {
                         forget(&file);
-                        let options = ReadOptions { mode, scheme, threads, ..small() };
+                        let mut options = ReadOptions { mode, threads, ..small() };
+                        options.fill.chunk = chunk;
                         let opened = File::open(file.path()).unwrap();
-                        let read = match heap.alloc_and_read(&opened, .., &options) {
-                            Err(ReadError::File(e)) if mode == Mode::Direct => {
+                        let read = match alloc_and_read(*heap, &opened, .., &options) {
+                            Err(LoadError::Open(e)) if mode == Mode::Direct => {
                                 println!("SKIPPED: {e}");
                                 continue;
                             }
                             read => read.unwrap(),
                         };
-                        assert!(bytes(&read) == data, "{len} {mode:?} {scheme:?} heap {i}: {}", read.method);
+                        assert!(bytes(&read) == data, "{len} {mode:?} {chunk} heap {i}: {}", read.method);
                         assert_eq!(
                             read.method.moved.direct + read.method.moved.buffered,
                             len as u64,
@@ -100,23 +102,23 @@ fn what_is_cached_is_copied_and_what_is_not_is_read_past_the_cache() {
     let opened = File::open(file.path()).unwrap();
     let heap = AnonHeap::new();
     file.as_file().sync_all().unwrap();
-    let warm = heap.alloc_and_read(&opened, .., &small()).unwrap();
+    let warm = alloc_and_read(&heap, &opened, .., &small()).unwrap();
     if warm.method.cached.is_none() {
         return println!("SKIPPED: the kernel does not say what is cached (cachestat, Linux 6.5)");
     }
     assert!(warm.method.reason.contains("100 % in the page cache: copied from there"), "{}", warm.method);
     assert_eq!(warm.method.moved.direct, 0);
     forget(&file);
-    let cold = heap.alloc_and_read(&opened, .., &small()).unwrap();
+    let cold = alloc_and_read(&heap, &opened, .., &small()).unwrap();
     if cold.method.cached.is_some_and(|cached| cached.cached > 0) || !cold.method.how.direct {
         return println!("SKIPPED: this file system does no direct I/O or keeps its pages: {}", cold.method);
     }
     assert!(cold.method.reason.contains("0 % in the page cache: read past it"), "{}", cold.method);
     assert_eq!(cold.method.moved.buffered, 0, "aligned from end to end");
     // Small files too: the fast path for what is cached, one direct read for what is not.
-    let cold = heap.alloc_and_read(&opened, ..512 << 10, &small()).unwrap();
+    let cold = alloc_and_read(&heap, &opened, ..512 << 10, &small()).unwrap();
     assert!(cold.method.moved.direct == 512 << 10 && cold.method.reason.contains("fast path"), "{}", cold.method);
-    let tiny = heap.alloc_and_read(&opened, 5..100, &small()).unwrap();
+    let tiny = alloc_and_read(&heap, &opened, 5..100, &small()).unwrap();
     assert!(tiny.method.reason.contains("95 bytes are too few"), "{}", tiny.method);
     assert!(bytes(&tiny) == data[5..100]);
     // A direct read leaves the file as its owner had it: to be read ahead of.
@@ -138,7 +140,7 @@ fn of_a_half_cached_file_each_half_is_read_in_its_own_way() {
             for at in (half..data.len()).step_by(4096) {
                 opened.read_exact_at(&mut [0], at as u64).unwrap();
             }
-            heap.alloc_and_read(&opened, .., &small()).unwrap()
+            alloc_and_read(&heap, &opened, .., &small()).unwrap()
         };
         // Kernels that reclaim in advance may take pages away at any time.
         let as_meant = |read: &AllocRead| read.method.cached.is_some_and(|cached| cached.cached == half as u64);
@@ -198,7 +200,7 @@ fn cached_files_are_written_to_memfds() {
     let ranges = [(0..data.len(), 1), (4096..data.len(), 3), (5..2_900_000, 2)];
     for (mode, (range, threads)) in modes.flat_map(|mode| ranges.clone().map(|range| (mode, range))) {
         let options = ReadOptions { mode, threads: Some(threads), ..small() };
-        let read = heap.alloc_and_read(&opened, range.start as u64..range.end as u64, &options).unwrap();
+        let read = alloc_and_read(&heap, &opened, range.start as u64..range.end as u64, &options).unwrap();
         if read.method.cached.is_none() {
             return println!("SKIPPED: the kernel does not say what is cached");
         }
@@ -273,7 +275,7 @@ fn holes_are_zero() {
         // Recycled memory is not zero by itself.
         pool.allocate(3 << 20).unwrap().fill(0xff);
         let opened = File::open(file.path()).unwrap();
-        let read = pool.alloc_and_read(&opened, .., &ReadOptions { mode, ..small() }).unwrap();
+        let read = alloc_and_read(&pool, &opened, .., &ReadOptions { mode, ..small() }).unwrap();
         assert!(read.report.recycled);
         let mut want = vec![0; 3 << 20];
         want[2 << 20..][..6].copy_from_slice(b"island");
@@ -287,7 +289,7 @@ fn ranges_and_their_ends() {
     let file = file(&data);
     let opened = File::open(file.path()).unwrap();
     let heap = AnonHeap::new();
-    let read = |range: (std::ops::Bound<u64>, std::ops::Bound<u64>)| heap.alloc_and_read(&opened, range, &small());
+    let read = |range: (std::ops::Bound<u64>, std::ops::Bound<u64>)| alloc_and_read(&heap, &opened, range, &small());
     use std::ops::Bound::{Excluded, Included, Unbounded};
     for (range, want) in [
         ((Unbounded, Unbounded), 0..2_000_000),
@@ -303,12 +305,12 @@ fn ranges_and_their_ends() {
     }
     for end in [2_000_001, u64::MAX] {
         let e = read((Included(0), Excluded(end))).unwrap_err();
-        assert!(matches!(e, ReadError::PastEnd { size: 2_000_000, end: e, .. } if e == end), "{e}");
+        assert!(matches!(e, LoadError::PastEnd { size: 2_000_000, end: e, .. } if e == end), "{e}");
     }
-    let e = heap.alloc_and_read(&opened, .., &ReadOptions { limit: Some(1 << 20), ..small() }).unwrap_err();
-    assert!(matches!(e, ReadError::Limit { wanted: 2_000_000, limit: 1_048_576 }), "{e}");
+    let e = alloc_and_read(&heap, &opened, .., &ReadOptions { limit: Some(1 << 20), ..small() }).unwrap_err();
+    assert!(matches!(e, LoadError::Limit { wanted: 2_000_000, limit: 1_048_576, .. }), "{e}");
     // A message names the file, though only a descriptor was given.
-    let e = heap.alloc_and_read(&File::open("/").unwrap(), .., &small()).unwrap_err();
+    let e = alloc_and_read(&heap, &File::open("/").unwrap(), .., &small()).unwrap_err();
     assert_eq!(e.to_string(), "cannot read /: it is a directory, not a file");
     assert_eq!(heap.stats().live, 0);
 }
@@ -352,8 +354,8 @@ fn a_file_that_changes_its_size() {
             let read = Read::sources(sources).options(options).watch(&mut watch);
             let e = read.into_memory(&heap).unwrap_err();
             match e {
-                ReadError::Changed { before, now, .. } if grows => assert_eq!((before, now), (4 << 20, new)),
-                ReadError::Read { error: OpError::EndOfFile { at, .. }, .. } if !grows => assert_eq!(at.bits(), new),
+                LoadError::Changed { before, now, .. } if grows => assert_eq!((before, now), (4 << 20, new)),
+                LoadError::Read { source: OpError::EndOfFile { at, .. }, .. } if !grows => assert_eq!(at.bits(), new),
                 e => panic!("{e}"),
             }
             assert_eq!(heap.stats().live, 0);
@@ -373,7 +375,7 @@ fn pipes_and_sockets() {
     let heap = MemfdHeap::starting_at(PageKind::Base);
     let (from, to) = rustix::pipe::pipe().unwrap();
     let writer = feed(to, data.clone());
-    let read = heap.alloc_and_read(&File::from(from), .., &small()).unwrap();
+    let read = alloc_and_read(&heap, &File::from(from), .., &small()).unwrap();
     assert!(bytes(&read) == data && read.buffer.checksum() == Some(twox_hash::XxHash3_64::oneshot(&data)));
     writer.join().unwrap();
     drop(read);
@@ -381,7 +383,7 @@ fn pipes_and_sockets() {
     let (from, to) = std::os::unix::net::UnixStream::pair().unwrap();
     let writer = feed(to.into(), data.clone());
     let socket = File::from(std::os::fd::OwnedFd::from(from));
-    let read = heap.alloc_and_read(&socket, 1_000_000..3_000_000, &small()).unwrap();
+    let read = alloc_and_read(&heap, &socket, 1_000_000..3_000_000, &small()).unwrap();
     assert!(bytes(&read) == data[1_000_000..3_000_000]);
     drop((read, socket));
     writer.join().unwrap();
@@ -396,30 +398,30 @@ fn pipes_and_sockets() {
         let mut options = ReadOptions { limit, ..small() };
         options.fill.time_limit = timeout.map(Duration::from_millis);
         let result = match range {
-            0 => heap.alloc_and_read(&from, .., &options),
-            n => heap.alloc_and_read(&from, ..n, &options),
+            0 => alloc_and_read(&heap, &from, .., &options),
+            n => alloc_and_read(&heap, &from, ..n, &options),
         };
         match result.unwrap_err() {
-            ReadError::Read { error: OpError::EndOfFile { at, missing }, .. } => {
+            LoadError::Read { source: OpError::EndOfFile { at, missing }, .. } => {
                 assert_eq!((at.bits(), missing), (4000, 1000));
             }
-            ReadError::Limit { limit, .. } => assert_eq!(limit, 1 << 20),
-            ReadError::Fill(FillError::Deadline { .. }) => assert_eq!(timeout, Some(50)),
+            LoadError::Limit { limit, .. } => assert_eq!(limit, 1 << 20),
+            LoadError::Fill(FillError::Deadline { .. }) => assert_eq!(timeout, Some(50)),
             e => panic!("{e}"),
         }
         drop((from, held));
         writer.join().unwrap();
         assert_eq!(heap.stats().live, 0);
     }
-    let read = heap.alloc_and_read(&File::open("/dev/zero").unwrap(), ..100_000, &small()).unwrap();
+    let read = alloc_and_read(&heap, &File::open("/dev/zero").unwrap(), ..100_000, &small()).unwrap();
     assert!(bytes(&read).iter().all(|b| *b == 0));
-    let read = heap.alloc_and_read(&File::open("/dev/null").unwrap(), .., &small()).unwrap();
+    let read = alloc_and_read(&heap, &File::open("/dev/null").unwrap(), .., &small()).unwrap();
     assert!(read.buffer.is_empty());
     // No end, and never a wait for more.
     let mut options = small();
     options.fill.time_limit = Some(Duration::from_millis(20));
-    let endless = heap.alloc_and_read(&File::open("/dev/zero").unwrap(), .., &options);
-    assert!(matches!(endless, Err(ReadError::Fill(FillError::Deadline { of: None, .. }))));
+    let endless = alloc_and_read(&heap, &File::open("/dev/zero").unwrap(), .., &options);
+    assert!(matches!(endless, Err(LoadError::Fill(FillError::Deadline { of: None, .. }))));
 }
 
 /// A block device that shows a file, made with the rights of root; it ends with this value.
@@ -452,7 +454,7 @@ fn block_devices() {
     };
     for mode in [Mode::Auto, Mode::Direct, Mode::Buffered] {
         let options = ReadOptions { mode, ..small() };
-        let read = AnonHeap::new().alloc_and_read(&device, 4096..4096 + (3 << 20), &options).unwrap();
+        let read = alloc_and_read(&AnonHeap::new(), &device, 4096..4096 + (3 << 20), &options).unwrap();
         assert!(bytes(&read) == data[4096..4096 + (3 << 20)], "{mode:?}");
     }
 }
@@ -463,9 +465,8 @@ fn more_than_the_machine_has_is_refused() {
     if let Err(e) = file.as_file().set_len(1 << 42) {
         return println!("SKIPPED: no file of 4 TiB: {e}");
     }
-    let e = AnonHeap::starting_at(PageKind::Base)
-        .alloc_and_read(&File::open(file.path()).unwrap(), .., &small())
-        .unwrap_err();
-    assert!(matches!(&e, ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. })), "{e}");
+    let heap = AnonHeap::starting_at(PageKind::Base);
+    let e = alloc_and_read(&heap, &File::open(file.path()).unwrap(), .., &small()).unwrap_err();
+    assert!(matches!(&e, LoadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. })), "{e}");
     assert!(Path::new(DISK).exists());
 }

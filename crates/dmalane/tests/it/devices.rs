@@ -67,7 +67,7 @@ fn on_gpu(sparse: bool, largest: Option<u64>, test: impl FnOnce(&DeviceSpec)) {
         Err(e) => panic!("DMALANE_NEED_GPU is set: {e}"),
     }
     let options = VulkanOptions { sparse, largest, channels: Some(2), ..VulkanOptions::default() };
-    test(&DeviceSpec::new(VulkanSpec { gpu: "0".to_owned(), options }));
+    test(&DeviceSpec::new("vulkan:0", VulkanSpec { gpu: "0".to_owned(), options }));
 }
 
 /// The socket of a card that a thread serves as long as this process runs, to one client at a time.

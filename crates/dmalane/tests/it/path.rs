@@ -658,7 +658,7 @@ fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
     assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Queue { .. })));
     device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
     faults.lock().unwrap().keeps = 1;
-    assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Queue { .. })));
+    assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Transfer { .. })));
     faults.lock().unwrap().releases = true;
     device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
 }

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use dmalane::addr::{CardAddr, FileOffset};
 use dmalane::card::{CardDevice, CardUse};
 use dmalane::dma::{AnonHeap, Heap, Pool};
+use dmalane::load::Error as LoadError;
 use dmalane::load::fill::{Event, Extent, FillError, FillOptions, Job};
 use dmalane::load::{DriveOptions, OpenDevice, Stage, StageReport};
 use dmalane::queue::{DeviceAddr, OpError, Queue};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
-use dmalane::{Read, ReadError, ReadFiles, ReadOptions};
+use dmalane::{Read, ReadFiles, ReadOptions};
 use tempfile::NamedTempFile;
 
 const LEN: usize = 3_000_001;
@@ -59,7 +60,7 @@ impl Card {
         job: &Job,
         options: &ReadOptions,
         watch: &mut (dyn FnMut(Event) -> ControlFlow<()> + Send),
-    ) -> Result<ReadFiles, ReadError> {
+    ) -> Result<ReadFiles, LoadError> {
         let read = Read::files(files.iter().map(|file| file.path())).job(job.clone()).options(options.clone());
         read.watch(watch).copy_to_device(&mut self.device, to).into_memory(heap)
     }
@@ -183,7 +184,7 @@ fn what_fails_in_the_middle_is_waited_for() {
         let late = DeviceAddr::Card(CardAddr::new(end - 1_000_000));
         let error = card.read(&heap, &[late], &[&a], &job, &options(1, true), &mut go).unwrap_err();
         match &error {
-            ReadError::Fill(FillError::Transfer { buffer: 0, offset, error: OpError::NoCardMemory(_) }) => {
+            LoadError::Fill(FillError::Transfer { buffer: 0, offset, error: OpError::NoCardMemory(_) }) => {
                 assert!(*offset < LEN as u64 && *offset + (2 << 20) > 1_000_000, "{offset}");
             }
             other => panic!("{other:?}"),
@@ -193,7 +194,7 @@ fn what_fails_in_the_middle_is_waited_for() {
         // The top of the address space.
         let top = DeviceAddr::Card(CardAddr::new(u64::MAX - 1_000_000));
         let error = card.read(&heap, &[top], &[&a], &job, &options(2, false), &mut go).unwrap_err();
-        assert!(matches!(error, ReadError::Fill(FillError::Refused { .. } | FillError::Transfer { .. })), "{error}");
+        assert!(matches!(error, LoadError::Fill(FillError::Transfer { .. })), "{error}");
         assert!(card.is_idle() && heap.stats().live == 0);
         // The file is cut off while its first bytes are on the card already.
         let mut there = 0;
@@ -206,7 +207,7 @@ fn what_fails_in_the_middle_is_waited_for() {
         };
         let few = ReadOptions { depth: 1, ..options(1, false) };
         let error = card.read(&heap, &[at], &[&a], &job, &few, &mut cut).unwrap_err();
-        let ReadError::Read { error: OpError::EndOfFile { at: end, .. }, .. } = &error else { panic!("{error}") };
+        let LoadError::Read { source: OpError::EndOfFile { at: end, .. }, .. } = &error else { panic!("{error}") };
         assert!(end.bits() >= 1_000_000 && there > 0, "{end}, {there}");
         assert!(card.is_idle() && heap.stats().live == 0);
         std::fs::write(a.path(), &bytes).unwrap();
@@ -220,12 +221,12 @@ fn what_fails_in_the_middle_is_waited_for() {
             _ => ControlFlow::Continue(()),
         };
         let error = card.read(&heap, &[at], &[&a], &job, &options(1, true), &mut stop).unwrap_err();
-        assert!(matches!(error, ReadError::Fill(FillError::Cancelled { .. })), "{error}");
+        assert!(matches!(error, LoadError::Fill(FillError::Cancelled { .. })), "{error}");
         assert!(card.is_idle() && heap.stats().live == 0);
         // The IOMMU has no more memory for the card.
         card.bus.host().set_pin_limit(card.pinned * 4096 + (1 << 20));
         let error = card.read(&heap, &[at], &[&a], &job, &options(1, true), &mut go).unwrap_err();
-        assert!(matches!(error, ReadError::Fill(FillError::Map { .. })), "{error}");
+        assert!(matches!(error, LoadError::Fill(FillError::Map { .. })), "{error}");
         assert!(card.is_idle() && heap.stats().live == 0);
         card.bus.host().set_pin_limit(u64::MAX);
         // And after all that, it works.

@@ -415,6 +415,45 @@ fn heap_tables_agree<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Mapping leaf by leaf gives the same leaves, or the same error.
+fn plain_mapping_agrees<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
+    let new = || Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    let (mut fast, mut plain) = (new(), new());
+    let drop_span = |table: &mut Table<F, HeapTables<PhysAddr>>, at, len, stay| {
+        let flush = if stay { table.clear(span(at, len)) } else { table.unmap(span(at, len)) };
+        flush.map(|flush| table.free_tables(flush))
+    };
+    for op in ops {
+        match op {
+            Op::Map { at, segments, access } => {
+                let mut at = *at;
+                for (to, len) in segments {
+                    let (iova, out) = (Iova::new(at), PhysAddr::new(*to));
+                    let mapped = fast.map(iova, out, *len, *access);
+                    prop_assert_eq!(&plain.map_plainly(iova, out, *len, *access), &mapped);
+                    if mapped.is_err() {
+                        // Something of it may be mapped in the plain one.
+                        prop_assert_eq!(drop_span(&mut fast, at, *len, false), drop_span(&mut plain, at, *len, false));
+                        break;
+                    }
+                    at += len;
+                }
+            }
+            Op::Clear { at, len } | Op::Unmap { at, len } => {
+                let stay = matches!(op, Op::Clear { .. });
+                prop_assert_eq!(drop_span(&mut fast, *at, *len, stay), drop_span(&mut plain, *at, *len, stay));
+            }
+        }
+        prop_assert_eq!(runs(&fast, whole::<F>()), runs(&plain, whole::<F>()));
+        prop_assert_eq!(fast.leaf_counts().collect::<Vec<_>>(), plain.leaf_counts().collect::<Vec<_>>());
+    }
+    for mut table in [fast, plain] {
+        drop_span(&mut table, 0, whole::<F>().len(), false).unwrap();
+        prop_assert_eq!(table.into_tables().in_use(), 0);
+    }
+    Ok(())
+}
+
 /// A bad call, its error, and an unchanged table.
 fn refusals<F: Format>() {
     let Sizes { page, block, top, out_top, .. } = sizes::<F>();
@@ -711,6 +750,12 @@ macro_rules! conformance {
             fn heap_tables_agree() {
                 let ops = prop::collection::vec(op(&geometry::<F>()), 1..24).boxed();
                 super::check(cases::<F>(), ops, &|ops| super::heap_tables_agree::<F>(&ops));
+            }
+
+            #[test]
+            fn plain_mapping_agrees() {
+                let ops = prop::collection::vec(op(&geometry::<F>()), 1..24).boxed();
+                super::check(cases::<F>(), ops, &|ops| super::plain_mapping_agrees::<F>(&ops));
             }
 
             #[test]

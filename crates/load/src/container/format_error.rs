@@ -75,7 +75,7 @@ impl FormatError {
     }
 
     pub(crate) fn version(found: u32, supported: &str) -> Self {
-        Self::new(format_args!("version {found} is not supported; {supported} are"))
+        Self::new(format_args!("version {found} is not supported; supported: {supported}"))
     }
 
     /// The header is no text from `at` on.

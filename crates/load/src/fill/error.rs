@@ -1,10 +1,7 @@
 //! Reasons why buffers were not filled.
 
-use std::time::Duration;
-
 use dmalane_addr::FileOffset;
-use dmalane_device::IoError;
-use dmalane_queue::{OpError, Refusal, StopReason, Ticket};
+use dmalane_queue::{OpError, StopCause, StopReason, Ticket};
 use thiserror::Error;
 
 /// Reason why buffers were not filled. Of several failures it is the one that lies first in the job's buffers.
@@ -44,7 +41,7 @@ pub enum FillError {
         /// The limit that is reached first.
         limited_by: String,
     },
-    /// A read failed.
+    /// A read failed, or its queue refused or lost it.
     #[error("source {source_index}: {error}")]
     Read {
         /// Which source.
@@ -54,15 +51,7 @@ pub enum FillError {
         /// The error.
         error: OpError,
     },
-    /// A queue refused or lost a read.
-    #[error("source {source_index}: {source}")]
-    Queue {
-        /// Which source.
-        source_index: usize,
-        /// How.
-        source: QueueFailure,
-    },
-    /// The device failed to take bytes that had arrived.
+    /// The device failed or refused to take bytes that had arrived.
     #[error("buffer {buffer} from {offset} on, on its way to the device: {error}")]
     Transfer {
         /// Which buffer.
@@ -71,16 +60,6 @@ pub enum FillError {
         offset: u64,
         /// The error.
         error: OpError,
-    },
-    /// The device's queue refused to take bytes that had arrived.
-    #[error("buffer {buffer} from {offset} on cannot go to the device: {reason}")]
-    Refused {
-        /// Which buffer.
-        buffer: usize,
-        /// Offset in it of the first byte.
-        offset: u64,
-        /// The queue's answer.
-        reason: Refusal,
     },
     /// The watch stopped the job.
     #[error("cancelled after {done} of {of} bytes")]
@@ -107,28 +86,14 @@ impl FillError {
     }
 }
 
-/// A queue that does not work: nothing more can be moved by it.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum QueueFailure {
-    /// It refused an operation for good.
-    #[error(transparent)]
-    Refused(#[from] Refusal),
-    /// It stopped.
-    #[error(transparent)]
-    Stopped(#[from] StopReason),
-    /// Reading back from the device failed.
-    #[error(transparent)]
-    Io(#[from] IoError),
-    /// It ended an operation that it did not have.
-    #[error("an operation ended that was not submitted: {0:?}")]
-    NotSubmitted(Ticket),
-    /// Nothing ended for this long.
-    #[error("a read does not end within {0:?}")]
-    TimedOut(Duration),
-    /// It did not return all of the memory that it was given.
-    #[error("it did not return all of its memory")]
-    Lost,
+/// Why an operation of a queue that breaks its rules failed.
+pub(crate) fn broken(how: impl Into<StopCause>) -> OpError {
+    OpError::Stopped(StopReason::Protocol(how.into()))
+}
+
+/// An operation ended that the queue did not have.
+pub(super) fn not_submitted(ticket: Ticket) -> OpError {
+    broken(format!("an operation ended that was not submitted: {ticket:?}"))
 }
 
 /// Where a job failed, as a buffer and an offset in it, and how.

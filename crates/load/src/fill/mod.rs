@@ -45,7 +45,8 @@ use crate::clock::Clocks;
 use state::State;
 use worker::Worker;
 
-pub use error::{FillError, QueueFailure};
+pub use error::FillError;
+pub(crate) use error::broken;
 pub use filled::{FillReport, Filled, FilledBuf};
 pub use hash::Digest;
 pub use job::{Extent, Job};

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
-    Refused, StallWatch, StopReason, Ticket, drain,
+    Refused, StallWatch, Ticket, drain,
 };
 
-use super::error::{Failed, FillError, QueueFailure};
+use super::error::{Failed, FillError, not_submitted};
 use super::fragment::{Fragment, Tag};
 use super::options::FillOptions;
 use crate::clock::Clocks;
@@ -272,10 +272,7 @@ impl End<'_> {
                 (Some(Tag { buffer, offset, .. }), Err(error)) => {
                     ((buffer, offset), FillError::Transfer { buffer, offset: offset as u64, error })
                 }
-                (None, _) => {
-                    let error = OpError::Stopped(StopReason::Protocol(QueueFailure::NotSubmitted(ticket).into()));
-                    ((0, 0), FillError::Transfer { buffer: 0, offset: 0, error })
-                }
+                (None, _) => ((0, 0), FillError::Transfer { buffer: 0, offset: 0, error: not_submitted(ticket) }),
             };
             if failed.as_ref().is_none_or(|(first, _)| error.0 < *first) {
                 failed = Some(error);
@@ -301,5 +298,5 @@ impl End<'_> {
 
 fn refused(tag: &Tag, reason: Refusal) -> Failed {
     let Tag { buffer, offset, .. } = *tag;
-    ((buffer, offset), FillError::Refused { buffer, offset: offset as u64, reason })
+    ((buffer, offset), FillError::Transfer { buffer, offset: offset as u64, error: reason.into() })
 }

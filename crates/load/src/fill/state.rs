@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use dmalane_addr::FileOffset;
 use dmalane_dma::SharedBuf;
 use dmalane_queue::Registered;
 
-use super::error::{Failed, FillError, QueueFailure};
+use super::error::{Failed, FillError, broken};
 use super::fragment::{Fragment, Tag};
 use super::hash::{Hasher, Hashes};
 use super::hash_thread::HashThread;
@@ -265,7 +266,10 @@ impl<'a, 'w> State<'a, 'w> {
             hashes.push(of_buffer);
             match buf {
                 // Every chunk was taken, and every fragment of it has arrived.
-                None if stays => return Err(FillError::Queue { source_index: 0, source: QueueFailure::Lost }),
+                None if stays => {
+                    let (at, error) = (FileOffset::new(0), broken("it did not return all of its memory"));
+                    return Err(FillError::Read { source_index: 0, at, error });
+                }
                 buf => whole.extend(buf),
             }
         }

@@ -7,7 +7,7 @@ use dmalane_addr::FileOffset;
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
 use super::claim::Claimed;
-use super::error::{FillError, QueueFailure};
+use super::error::{FillError, not_submitted};
 use super::fragment::{Fragment, Read, Tag};
 use super::state::{POLL_INTERVAL, State};
 use crate::clock::Clocks;
@@ -125,7 +125,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                     break;
                 }
                 Err(Refused { reason, .. }) => {
-                    let error = FillError::Queue { source_index: source, source: reason.into() };
+                    let error = FillError::Read { source_index: source, at, error: reason.into() };
                     return self.state.fail(((tag.buffer, tag.offset), error));
                 }
             }
@@ -162,8 +162,8 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         let Completion { ticket, operation, result, .. } = completion;
         let (Some((at, tag, begun)), Some(slice)) = (self.flying.remove(&(source, ticket)), operation.into_slice())
         else {
-            let error = FillError::Queue { source_index: source, source: QueueFailure::NotSubmitted(ticket) };
-            return self.state.fail(((0, 0), error));
+            let (at, error) = (FileOffset::new(0), not_submitted(ticket));
+            return self.state.fail(((0, 0), FillError::Read { source_index: source, at, error }));
         };
         match result {
             Ok(()) => {

@@ -1,9 +1,10 @@
 //! A limit of memory that readers share, and what they have taken of it.
 
+use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::error::ModelError;
+use crate::error::Error;
 
 /// How often a reader that waits for memory looks whether it was cancelled.
 const EVERY: Duration = Duration::from_millis(40);
@@ -11,6 +12,8 @@ const EVERY: Duration = Duration::from_millis(40);
 /// A limit of memory, and how much of it is in use.
 pub(super) struct Budget {
     limit: u64,
+    /// The process that reads within it.
+    process: u32,
     state: Mutex<State>,
     freed: Condvar,
 }
@@ -30,6 +33,10 @@ pub(super) struct Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
+        // In a child of `fork` nobody reads within it, and the thread that has the lock may not exist.
+        if process::id() != self.budget.process {
+            return;
+        }
         self.budget.state().used -= self.bytes;
         self.budget.freed.notify_all();
     }
@@ -37,7 +44,7 @@ impl Drop for Charge {
 
 impl Budget {
     pub fn new(limit: u64) -> Arc<Self> {
-        Arc::new(Self { limit, state: Mutex::default(), freed: Condvar::new() })
+        Arc::new(Self { limit, process: process::id(), state: Mutex::default(), freed: Condvar::new() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -58,22 +65,22 @@ impl Budget {
         self.state().waiting
     }
 
-    pub fn refuse(&self, wanted: u64) -> ModelError {
+    pub fn refuse(&self, wanted: u64) -> Error {
         self.refusal(wanted, self.used())
     }
 
-    fn refusal(&self, wanted: u64, used: u64) -> ModelError {
-        ModelError::Limit { wanted, used, limit: self.limit }
+    fn refusal(&self, wanted: u64, used: u64) -> Error {
+        Error::Limit { wanted, used, limit: self.limit }
     }
 
     /// Whether this number of bytes can be had now.
-    pub fn check(&self, bytes: u64) -> Result<(), ModelError> {
+    pub fn check(&self, bytes: u64) -> Result<(), Error> {
         let used = self.used();
         if used.saturating_add(bytes) > self.limit { Err(self.refusal(bytes, used)) } else { Ok(()) }
     }
 
     /// Takes bytes now.
-    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Charge, ModelError> {
+    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Charge, Error> {
         let mut state = self.state();
         match state.used.checked_add(bytes).filter(|used| *used <= self.limit) {
             Some(used) => {
@@ -85,7 +92,7 @@ impl Budget {
     }
 
     /// Takes bytes as soon as they are free; `None` when `cancelled` says so first.
-    pub fn wait(self: &Arc<Self>, bytes: u64, cancelled: &dyn Fn() -> bool) -> Result<Option<Charge>, ModelError> {
+    pub fn wait(self: &Arc<Self>, bytes: u64, cancelled: &dyn Fn() -> bool) -> Result<Option<Charge>, Error> {
         if bytes > self.limit {
             return Err(self.refuse(bytes));
         }
@@ -115,7 +122,7 @@ mod tests {
     fn charges_add_up_and_come_back() {
         let budget = Budget::new(100);
         let first = budget.take(60).unwrap();
-        assert!(matches!(budget.take(41), Err(ModelError::Limit { wanted: 41, used: 60, limit: 100 })));
+        assert!(matches!(budget.take(41), Err(Error::Limit { wanted: 41, used: 60, limit: 100 })));
         assert!(budget.check(u64::MAX).is_err() && budget.check(40).is_ok());
         let second = budget.take(40).unwrap();
         drop(first);

@@ -6,42 +6,36 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 use dmalane_dma::AnonHeap;
 
-use super::error::ModelError;
-use super::file::{Expected, ModelFile};
+use super::file::ModelFile;
 use super::plan::Plan;
 use crate::container::Tensor;
-use crate::difference::Difference;
 use crate::error::Error;
 use crate::fill::{Digest, Extent, HashRegions, Job};
-use crate::manifest::{Manifest, ManifestFile, ManifestRegion};
+use crate::manifest::{Manifest, ManifestFile, ManifestRegion, refuse};
 use crate::read::{Read, ReadOptions};
 
 /// Finds what the manifest has of each file, and compares all that is not in a tensor: headers and gaps.
-pub(super) fn expect(manifest: &Manifest, files: &mut [ModelFile]) -> Result<(), ModelError> {
-    let lens = files.iter().map(|file| (file.path(), file.contents().len));
-    let found: Vec<ManifestFile> = manifest.expect(lens)?.files().iter().map(|file| (*file).clone()).collect();
-    for (file, of) in found.into_iter().zip(files) {
-        check_outside(&file, of)?;
-        let named = file.regions.iter().enumerate().filter_map(|(i, region)| Some((&*region.part.tensor()?.name, i)));
-        let named: HashMap<&str, usize> = named.collect();
-        // The header is the one that was hashed. So only a manifest that somebody edited lacks a tensor.
-        let place = |tensor: &Arc<Tensor>| {
-            let at = *named.get(&*tensor.name)?;
-            let ManifestRegion { start, end, .. } = file.regions[at];
-            (start == tensor.at.bits() && end - start == tensor.len).then_some(at)
+pub(super) fn expect(manifest: &Manifest, files: &mut [ModelFile]) -> Result<(), Error> {
+    let found = manifest.expect(files.iter().map(|file| (file.path(), file.contents().len)))?;
+    for (file, of) in found.into_iter().flatten().zip(files) {
+        check_outside(file, of)?;
+        let named = file.regions.iter().filter_map(|region| Some((&*region.part.tensor()?.name, region)));
+        let named: HashMap<&str, &ManifestRegion> = named.collect();
+        let region = |tensor: &Arc<Tensor>| {
+            let is_it = |r: &&&ManifestRegion| r.start == tensor.at.bits() && r.end - r.start == tensor.len;
+            // The header is the one that was hashed. So only a manifest that somebody edited lacks a tensor.
+            let unlisted = || Error::Unlisted { path: of.path().to_owned(), tensor: tensor.name.clone() };
+            named.get(&*tensor.name).filter(is_it).map(|region| (*region).clone()).ok_or_else(unlisted)
         };
-        let regions = of.contents().tensors.iter().map(|tensor| {
-            let unlisted = || ModelError::Unlisted { path: of.path().to_owned(), tensor: tensor.name.clone() };
-            place(tensor).ok_or_else(unlisted)
-        });
-        let regions = regions.collect::<Result<_, _>>()?;
-        of.expected = Some(Expected { regions, file });
+        let regions = of.contents().tensors.iter().map(region).collect::<Result<_, _>>()?;
+        let (name, format) = (file.name.clone(), file.format.clone());
+        of.expected = Some(ManifestFile { name, bytes: file.bytes, format, regions });
     }
     Ok(())
 }
 
 /// Compares the regions of a file that are no tensors.
-fn check_outside(file: &ManifestFile, of: &ModelFile) -> Result<(), ModelError> {
+fn check_outside(file: &ManifestFile, of: &ModelFile) -> Result<(), Error> {
     let outside: Vec<&ManifestRegion> = file.regions.iter().filter(|region| region.part.tensor().is_none()).collect();
     let (mut ends, mut extents, mut to) = (Vec::new(), Vec::new(), 0);
     for ManifestRegion { start, end, .. } in &outside {
@@ -74,7 +68,7 @@ pub(super) fn placed<'a>(file: &'a ModelFile, plan: &Plan) -> Vec<Placed<'a>> {
 /// The ranges to hash in buffers, each of tensors in the order of their places; `None` where nothing is expected.
 pub(super) fn hash_regions(buffers: &[Vec<Placed<'_>>]) -> Option<Arc<HashRegions>> {
     let expected = buffers.iter().flatten().filter_map(|(file, ..)| file.expected.as_ref());
-    let sha256 = expected.clone().flat_map(|e| &e.file.regions).any(|region| region.digest.sha256.is_some());
+    let sha256 = expected.clone().flat_map(|file| &file.regions).any(|region| region.digest.sha256.is_some());
     expected.clone().next()?;
     // Every other range is a tensor; those between are bytes that no tensor has.
     let ends = |tensors: &Vec<Placed<'_>>| tensors.iter().flat_map(|(_, _, at, end)| [*at, *end]).collect();
@@ -85,17 +79,13 @@ pub(super) fn hash_regions(buffers: &[Vec<Placed<'_>>]) -> Option<Arc<HashRegion
 pub(super) fn check<'d>(
     buffers: &[Vec<Placed<'_>>],
     digests: impl IntoIterator<Item = &'d [Digest]>,
-) -> Result<(), ModelError> {
+) -> Result<(), Error> {
     let mut differences = Vec::new();
     for (tensors, digests) in buffers.iter().zip(digests) {
         for ((file, n, ..), found) in tensors.iter().zip(digests.iter().skip(1).step_by(2)) {
-            let Some(Expected { file, regions }) = &file.expected else { continue };
-            differences.extend(file.differs(&file.regions[regions[*n]], found));
+            let expected = file.expected.as_ref();
+            differences.extend(expected.and_then(|expected| expected.differs(&expected.regions[*n], found)));
         }
     }
     refuse(differences)
-}
-
-fn refuse(differences: Vec<Difference>) -> Result<(), ModelError> {
-    if differences.is_empty() { Ok(()) } else { Err(Error::Differs { differences }.into()) }
 }

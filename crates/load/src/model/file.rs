@@ -9,7 +9,6 @@ use std::sync::Arc;
 
 use rustix::fs::SeekFrom;
 
-use super::error::ModelError;
 use crate::container::{FormatError, Model, gguf};
 use crate::error::Error;
 use crate::manifest::ManifestFile;
@@ -28,15 +27,8 @@ pub struct ModelFile {
     select: Option<Select>,
     /// Bytes behind its last tensor that belong to none.
     pub(super) behind: u64,
-    /// The hashes that its tensors must have.
-    pub(super) expected: Option<Expected>,
-}
-
-/// The part of a manifest that is about a file.
-pub(super) struct Expected {
-    pub file: ManifestFile,
-    /// For each tensor of the file, its region.
-    pub regions: Vec<usize>,
+    /// The part of a manifest that is about it: a region for each of its tensors, in their order.
+    pub(super) expected: Option<ManifestFile>,
 }
 
 /// Bytes of these ranges, which lie in order, that are in holes of a file. Where the file system does not tell, none.
@@ -73,15 +65,16 @@ impl ModelFile {
         Ok(Self { path, contents, identity, kept, listed, select: None, behind, expected: None })
     }
 
-    /// Bytes of its tensors that the file system has no blocks for, or none that were written.
+    /// Bytes of its tensors that the file system has no blocks for, or none that were written. 0 where the file is not
+    /// the one that was parsed.
     pub(super) fn hole(&self) -> u64 {
-        let file = match &self.kept {
-            Some(file) => file.try_clone(),
-            None => File::open(&self.path),
-        };
-        let Ok(file) = file else { return 0 };
+        let Ok(OpenFile { file, .. }) = self.open() else { return 0 };
         let tensors = self.contents.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
-        holes(&file, tensors)
+        // The position may be someone else's too.
+        let position = rustix::fs::tell(&file);
+        let bytes = holes(&file, tensors);
+        let _ = position.map(|at| rustix::fs::seek(&file, SeekFrom::Start(at)));
+        bytes
     }
 
     /// Leaves out the tensors that an index does not list for it, and those that are not selected.
@@ -116,8 +109,8 @@ impl ModelFile {
     /// Opens the file, which must be the one that was parsed.
     ///
     /// # Errors
-    /// [`ModelError::Replaced`], [`ModelError::Load`].
-    pub fn open(&self) -> Result<OpenFile, ModelError> {
+    /// [`Error::Changed`], [`Error::File`].
+    pub fn open(&self) -> Result<OpenFile, Error> {
         let failed = |what, source| Error::File { path: self.path.clone(), what, source };
         let file = match &self.kept {
             Some(file) => file.try_clone(),
@@ -126,7 +119,7 @@ impl ModelFile {
         let file = file.map_err(|e| failed("open it", e))?;
         let meta = file.metadata().map_err(|e| failed("read its size", e))?;
         if meta.is_file() && identity(&meta) != self.identity {
-            return Err(ModelError::Replaced { path: self.path.clone(), before: self.identity.2, now: meta.len() });
+            return Err(Error::Changed { path: self.path.clone(), before: self.identity.2, now: meta.len() });
         }
         Ok(OpenFile::parsed(&self.path, file, self.contents.clone(), self.select.clone()))
     }
@@ -143,7 +136,7 @@ impl ModelFile {
     }
 
     /// Refuses to read a part of a tensor whose hash is to be checked.
-    pub(super) fn check_parts(&self) -> Result<(), ModelError> {
-        if self.expected.is_some() { Err(ModelError::Unchecked) } else { Ok(()) }
+    pub(super) fn check_parts(&self) -> Result<(), Error> {
+        if self.expected.is_some() { Err(Error::Unchecked) } else { Ok(()) }
     }
 }

@@ -14,7 +14,6 @@ use dmalane_file::{FileOptions, FileQueue, Mode};
 
 use super::block::{HostTensor, model_heap};
 use super::budget::Budget;
-use super::error::ModelError;
 use super::expected;
 use super::file::ModelFile;
 use super::plan::{PAGE, Plan};
@@ -22,7 +21,7 @@ use super::reader::{FILES_AT_ONCE, Reader};
 use super::report::{HostRates, Reads};
 use super::slice;
 use super::stream::TensorStream;
-use crate::container::Tensor;
+use crate::container::{FormatError, Tensor};
 use crate::device::{Loaded, OpenDevice};
 use crate::error::Error;
 use crate::fill::{Extent, Job, Watch};
@@ -112,9 +111,9 @@ impl HostModel {
     /// Opens the files of a model: a directory and an index stand for theirs ([`ModelSet::find`]).
     ///
     /// # Errors
-    /// [`ModelError::Load`] for files that cannot be read or are no models, [`ModelError::Twice`] where two have a
-    /// tensor of one name, and what the manifest finds in headers.
-    pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, ModelError> {
+    /// [`Error::File`] for files that cannot be read, [`Error::Format`] for those that are no models, or where two have
+    /// a tensor of one name, and what the manifest finds in headers.
+    pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, Error> {
         let ModelSet { files, left_out } = ModelSet::of(paths)?;
         let open = |file| options.file(OpenFile::of(file)?);
         let files = files.iter().map(open).collect::<Result<_, _>>()?;
@@ -125,12 +124,12 @@ impl HostModel {
     ///
     /// # Errors
     /// As of [`HostModel::open`].
-    pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, ModelError> {
+    pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, Error> {
         let files = files.into_iter().map(|file| options.file(file)).collect::<Result<_, _>>()?;
         Self::new(files, options)
     }
 
-    fn new(mut files: Vec<ModelFile>, options: ModelOptions) -> Result<Self, ModelError> {
+    fn new(mut files: Vec<ModelFile>, options: ModelOptions) -> Result<Self, Error> {
         let ModelOptions { mode, memory_limit, manifest, select, .. } = options;
         let all: Vec<_> = files.iter().map(|file| (file.path(), file.listed(), &**file.contents())).collect();
         set::check(&all)?;
@@ -138,18 +137,14 @@ impl HostModel {
         if select.is_some() {
             files.retain(|file| !file.contents().tensors.is_empty());
         }
-        if !manifest.files.is_empty() {
-            expected::expect(&manifest, &mut files)?;
-        }
+        expected::expect(&manifest, &mut files)?;
         let mut by_name = HashMap::new();
         for (f, file) in files.iter().enumerate() {
             for (t, tensor) in file.contents().tensors.iter().enumerate() {
                 if let Some((first, _)) = by_name.insert(tensor.name.clone(), (f, t)) {
-                    return Err(ModelError::Twice {
-                        path: file.path().to_owned(),
-                        first: files[first].path().to_owned(),
-                        tensor: tensor.name.clone(),
-                    });
+                    let (first, name) = (files[first].path().display(), &tensor.name);
+                    let text = format!("{first} has tensor {name:?} too: name the files of one model");
+                    return Err(file.bad(FormatError::new(text).about_tensor(name)));
                 }
             }
         }
@@ -208,31 +203,31 @@ impl HostModel {
     /// The tensor of this name, and its file.
     ///
     /// # Errors
-    /// [`ModelError::NoTensor`], [`ModelError::Closed`].
-    pub fn find(&self, name: &str) -> Result<(&ModelFile, &Arc<Tensor>), ModelError> {
+    /// [`Error::NoTensor`], [`Error::Closed`].
+    pub fn find(&self, name: &str) -> Result<(&ModelFile, &Arc<Tensor>), Error> {
         let (file, index) = self.place(name)?;
         let file = &self.reader.files[file];
         Ok((file, &file.contents().tensors[index]))
     }
 
-    fn place(&self, name: &str) -> Result<(usize, usize), ModelError> {
+    fn place(&self, name: &str) -> Result<(usize, usize), Error> {
         self.reader.check_open()?;
-        self.by_name.get(name).copied().ok_or_else(|| ModelError::NoTensor(name.to_owned()))
+        self.by_name.get(name).copied().ok_or_else(|| Error::NoTensor(name.to_owned()))
     }
 
     /// Reads all tensors, those of a file into one block. With `align`, a power of two of at most 4096, each starts at
     /// a multiple of it and shares no such unit with another one.
     ///
     /// # Errors
-    /// [`ModelError`]. [`ModelError::BadSlice`] for another `align`.
-    pub fn read_all(&self, align: Option<u64>, watch: &mut Watch<'_>) -> Result<Vec<HostTensor>, ModelError> {
+    /// [`Error`]. [`Error::BadSlice`] for another `align`.
+    pub fn read_all(&self, align: Option<u64>, watch: &mut Watch<'_>) -> Result<Vec<HostTensor>, Error> {
         let reader = &*self.reader;
         reader.check_open()?;
         if align.is_some_and(|align| !align.is_power_of_two() || align > PAGE) {
-            return Err(ModelError::BadSlice("align is a power of two of at most 4096".to_owned()));
+            return Err(Error::BadSlice("align is a power of two of at most 4096".to_owned()));
         }
         let plan = |(i, file): (usize, &ModelFile)| Ok((i, reader.plan(i, 0..file.contents().tensors.len(), align)?));
-        let plans = reader.files.iter().enumerate().map(plan).collect::<Result<Vec<(usize, Plan)>, ModelError>>()?;
+        let plans = reader.files.iter().enumerate().map(plan).collect::<Result<Vec<(usize, Plan)>, Error>>()?;
         let blocks = reader.read(&plans, reader.charge(&plans)?, watch)?;
         let mut tensors = Vec::new();
         for ((file, plan), block) in plans.iter().zip(blocks) {
@@ -246,8 +241,8 @@ impl HostModel {
     /// Reads one tensor.
     ///
     /// # Errors
-    /// [`ModelError`].
-    pub fn read(&self, name: &str, watch: &mut Watch<'_>) -> Result<HostTensor, ModelError> {
+    /// [`Error`].
+    pub fn read(&self, name: &str, watch: &mut Watch<'_>) -> Result<HostTensor, Error> {
         let (file, index) = self.place(name)?;
         let plan = self.reader.plan(file, index..index + 1, None)?;
         let charge = self.reader.budget.take(plan.memory())?;
@@ -260,15 +255,15 @@ impl HostModel {
     /// as the ranges.
     ///
     /// # Errors
-    /// [`ModelError`]. [`ModelError::BadSlice`] for ranges beyond the tensor, for types without a size, and for bounds
-    /// within a byte; [`ModelError::Unchecked`] with a manifest.
+    /// [`Error`]. [`Error::BadSlice`] for ranges beyond the tensor, for types without a size, and for bounds
+    /// within a byte; [`Error::Unchecked`] with a manifest.
     pub fn slice(
         &self,
         name: &str,
         ranges: &[Range<u64>],
         shape: Vec<u64>,
         watch: &mut Watch<'_>,
-    ) -> Result<HostTensor, ModelError> {
+    ) -> Result<HostTensor, Error> {
         slice::read(&self.reader, self.place(name)?, ranges, shape, watch)
     }
 
@@ -276,8 +271,8 @@ impl HostModel {
     /// are compared with the manifest. The memory limit does not count the buffer.
     ///
     /// # Errors
-    /// [`ModelError`].
-    pub fn read_parts(&self, parts: &[Part], len: u64, watch: &mut Watch<'_>) -> Result<SharedBuf, ModelError> {
+    /// [`Error`].
+    pub fn read_parts(&self, parts: &[Part], len: u64, watch: &mut Watch<'_>) -> Result<SharedBuf, Error> {
         let reader = &*self.reader;
         reader.check_open()?;
         let (mut files, mut extents, mut tensors, mut total) = (Vec::new(), Vec::new(), Vec::new(), 0u64);
@@ -292,7 +287,7 @@ impl HostModel {
             let Range { start, end } = *bytes;
             if start > end || end > tensor.len {
                 let message = format!("{start}..{end} does not lie within the {} bytes of {name:?}", tensor.len);
-                return Err(ModelError::BadSlice(message));
+                return Err(Error::BadSlice(message));
             }
             let source = files.iter().position(|known| *known == file).unwrap_or_else(|| {
                 files.push(file);
@@ -315,8 +310,8 @@ impl HostModel {
     /// Begins to read the tensors in the order of their bytes, all or those of these names.
     ///
     /// # Errors
-    /// [`ModelError::NoTensor`], [`ModelError::Closed`].
-    pub fn stream(&self, names: Option<HashSet<String>>) -> Result<TensorStream, ModelError> {
+    /// [`Error::NoTensor`], [`Error::Closed`].
+    pub fn stream(&self, names: Option<HashSet<String>>) -> Result<TensorStream, Error> {
         self.reader.check_open()?;
         names.iter().flatten().try_for_each(|name| self.place(name).map(drop))?;
         Ok(TensorStream::new(self.reader.clone(), names))
@@ -325,12 +320,12 @@ impl HostModel {
     /// Opens the files for a load onto a device.
     ///
     /// # Errors
-    /// [`ModelError`].
-    pub fn inputs(&self, options: FileOptions) -> Result<Vec<Input<FileQueue>>, ModelError> {
+    /// [`Error`].
+    pub fn inputs(&self, options: FileOptions) -> Result<Vec<Input<FileQueue>>, Error> {
         self.reader.check_open()?;
         let input = |file: &ModelFile| {
             file.check_rows()?;
-            Ok(file.open()?.into_input(options)?)
+            file.open()?.into_input(options)
         };
         self.reader.files.iter().map(input).collect()
     }
@@ -353,13 +348,13 @@ impl HostModel {
     /// ```
     ///
     /// # Errors
-    /// [`ModelError`]. Nothing stays on the device, and files that fail to verify are unloaded.
+    /// [`Error`]. Nothing stays on the device, and files that fail to verify are unloaded.
     pub fn load_onto(
         &self,
         device: &mut OpenDevice,
         options: &LoadOptions,
         mut progress: impl FnMut(u64) + Send,
-    ) -> Result<Loaded, ModelError> {
+    ) -> Result<Loaded, Error> {
         let mut inputs = self.inputs(FileOptions::for_mode(self.reader.mode))?;
         let mut loaded = device.load_checked(&mut inputs, &options.placement, &self.manifest, &mut progress)?;
         if options.verify {
@@ -368,7 +363,7 @@ impl HostModel {
                 Err(error) => {
                     // The reason for the failure matters more than a second one while cleaning up.
                     let _ = device.unload(loaded);
-                    return Err(error.into());
+                    return Err(error);
                 }
             }
         }
@@ -379,8 +374,8 @@ impl HostModel {
     /// the limit leaves no memory for that.
     ///
     /// # Errors
-    /// [`ModelError`].
-    pub fn host_rates(&self, watch: &mut Watch<'_>) -> Result<Option<HostRates>, ModelError> {
+    /// [`Error`].
+    pub fn host_rates(&self, watch: &mut Watch<'_>) -> Result<Option<HostRates>, Error> {
         let reader = &*self.reader;
         reader.check_open()?;
         let left = reader.budget.limit().saturating_sub(reader.budget.used());
@@ -429,8 +424,8 @@ impl HostModel {
     /// Whether it was closed.
     ///
     /// # Errors
-    /// [`ModelError::Closed`].
-    pub fn check_open(&self) -> Result<(), ModelError> {
+    /// [`Error::Closed`].
+    pub fn check_open(&self) -> Result<(), Error> {
         self.reader.check_open()
     }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use dmalane_file::{FileOptions, FileQueue};
 
-use super::error::ModelError;
+use crate::error::Error;
 use crate::input::{Input, open_file};
 use crate::set::ModelSet;
 
@@ -21,8 +21,8 @@ impl Inputs {
     /// Opens files that need not be models.
     ///
     /// # Errors
-    /// [`ModelError::Load`], [`ModelError::Open`].
-    pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: FileOptions) -> Result<Self, ModelError> {
+    /// [`Error::File`], [`Error::Format`], [`Error::Open`].
+    pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: FileOptions) -> Result<Self, Error> {
         let named: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
         let found: Vec<PathBuf> = ModelSet::of(&named)?.files.into_iter().map(|file| file.path).collect();
         let whole = found != named;

@@ -2,7 +2,6 @@
 
 mod block;
 mod budget;
-mod error;
 mod expected;
 mod file;
 mod host;
@@ -14,7 +13,6 @@ mod slice;
 mod stream;
 
 pub use block::{Block, HostTensor, model_heap};
-pub use error::ModelError;
 pub use file::ModelFile;
 pub use host::{HostModel, LoadOptions, ModelOptions, Part};
 pub use inputs::Inputs;

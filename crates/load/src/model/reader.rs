@@ -9,12 +9,12 @@ use dmalane_file::Mode;
 
 use super::block::{Block, model_heap};
 use super::budget::{Budget, Charge};
-use super::error::ModelError;
 use super::expected::{self, Placed};
 use super::file::ModelFile;
 use super::plan::{PAGE, Plan};
 use super::report::Reads;
 use crate::container::FormatError;
+use crate::error::Error;
 use crate::fill::{Event, Extent, FilledBuf, Job, Watch};
 use crate::read::{Read, ReadFiles, ReadOptions};
 
@@ -31,20 +31,20 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub fn check_open(&self) -> Result<(), ModelError> {
-        if self.closed.load(Ordering::Relaxed) { Err(ModelError::Closed) } else { Ok(()) }
+    pub fn check_open(&self) -> Result<(), Error> {
+        if self.closed.load(Ordering::Relaxed) { Err(Error::Closed) } else { Ok(()) }
     }
 
     /// The plan for some tensors of a file.
-    pub fn plan(&self, file: usize, tensors: Range<usize>, align: Option<u64>) -> Result<Plan, ModelError> {
+    pub fn plan(&self, file: usize, tensors: Range<usize>, align: Option<u64>) -> Result<Plan, Error> {
         let file = &self.files[file];
         file.check_rows()?;
         let plan = Plan::new(file.contents(), tensors, align);
-        Ok(plan.ok_or_else(|| file.bad(FormatError::new("its tensors do not fit 63 bits")))?)
+        plan.ok_or_else(|| file.bad(FormatError::new("its tensors do not fit 63 bits")))
     }
 
     /// Takes the memory for one buffer for each plan.
-    pub fn charge(&self, files: &[(usize, Plan)]) -> Result<Vec<Charge>, ModelError> {
+    pub fn charge(&self, files: &[(usize, Plan)]) -> Result<Vec<Charge>, Error> {
         self.budget.check(files.iter().map(|(_, plan)| plan.memory()).sum())?;
         files.iter().map(|(_, plan)| self.budget.take(plan.memory())).collect()
     }
@@ -57,7 +57,7 @@ impl Reader {
         job: Job,
         tensors: &[Vec<Placed<'_>>],
         watch: &mut Watch<'_>,
-    ) -> Result<Vec<FilledBuf>, ModelError> {
+    ) -> Result<Vec<FilledBuf>, Error> {
         if job.buffers.is_empty() {
             return Ok(Vec::new());
         }
@@ -75,7 +75,7 @@ impl Reader {
         job: Job,
         tensors: &[Vec<Placed<'_>>],
         watch: &mut Watch<'_>,
-    ) -> Result<ReadFiles, ModelError> {
+    ) -> Result<ReadFiles, Error> {
         let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
         let watch = |event: Event| match self.closed.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),
@@ -83,7 +83,7 @@ impl Reader {
         };
         let mut options = ReadOptions { mode: self.mode, ..ReadOptions::default() };
         options.fill.hash_regions = expected::hash_regions(tensors);
-        Ok(Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)?)
+        Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)
     }
 
     /// Reads a buffer for each of these files, laid out by its plan, into memory that was taken.
@@ -92,7 +92,7 @@ impl Reader {
         files: &[(usize, Plan)],
         charges: Vec<Charge>,
         watch: &mut Watch<'_>,
-    ) -> Result<Vec<Arc<Block>>, ModelError> {
+    ) -> Result<Vec<Arc<Block>>, Error> {
         let mut blocks: Vec<Arc<Block>> = Vec::new();
         let mut charges = charges.into_iter();
         for files in files.chunks(FILES_AT_ONCE) {
@@ -125,7 +125,7 @@ impl Reader {
         plan: Plan,
         charge: Charge,
         watch: &mut Watch<'_>,
-    ) -> Result<(Arc<Block>, Plan), ModelError> {
+    ) -> Result<(Arc<Block>, Plan), Error> {
         let plans = [(file, plan)];
         let block = self.read(&plans, vec![charge], watch)?.pop().expect("a block for each plan");
         let [(_, plan)] = plans;

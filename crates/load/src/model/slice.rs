@@ -8,11 +8,10 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 
 use super::block::{Block, HostTensor, model_heap};
-use super::error::ModelError;
 use super::plan::{PAGE, Plan};
 use super::reader::Reader;
 use crate::error::Error;
-use crate::fill::{Event, Extent, Watch};
+use crate::fill::{Event, Extent, FillError, Watch};
 
 /// Ranges of a slice that are at least this long are read where they go; shorter ones are gathered.
 const DIRECT_RUN: u64 = 128 << 10;
@@ -27,7 +26,7 @@ pub(super) fn read(
     ranges: &[Range<u64>],
     shape: Vec<u64>,
     watch: &mut Watch<'_>,
-) -> Result<HostTensor, ModelError> {
+) -> Result<HostTensor, Error> {
     let of = &reader.files[file];
     of.check_parts()?;
     of.check_rows()?;
@@ -35,13 +34,13 @@ pub(super) fn read(
     let bits = u64::from(
         tensor
             .element_bits()
-            .ok_or_else(|| ModelError::BadSlice(format!("tensors of the type {:?} cannot be sliced", tensor.dtype)))?,
+            .ok_or_else(|| Error::BadSlice(format!("tensors of the type {:?} cannot be sliced", tensor.dtype)))?,
     );
-    let (runs, run) = runs(&tensor.shape, ranges, bits).map_err(ModelError::BadSlice)?;
+    let (runs, run) = runs(&tensor.shape, ranges, bits).map_err(Error::BadSlice)?;
     let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim));
     let total = runs.len() as u64 * run;
     if elements.and_then(|n| n.checked_mul(bits)) != total.checked_mul(8) {
-        return Err(ModelError::BadSlice("the shape does not have the elements of the ranges".to_owned()));
+        return Err(Error::BadSlice("the shape does not have the elements of the ranges".to_owned()));
     }
     let at = tensor.at.bits();
     if total > 0 && run < DIRECT_RUN && runs.len() > 1 {
@@ -104,7 +103,7 @@ fn gather(
     runs: &[u64],
     run: u64,
     watch: &mut Watch<'_>,
-) -> Result<Arc<Block>, ModelError> {
+) -> Result<Arc<Block>, Error> {
     let total = runs.len() as u64 * run;
     let charge = reader.budget.take(total.next_multiple_of(PAGE))?;
     let of = &reader.files[file];
@@ -123,7 +122,7 @@ fn gather(
         let len = run * (end - first) as u64;
         let arrived = Event::Arrived { buffer: 0, offset: to as u64, len };
         if reader.check_open().is_err() || watch(arrived) == ControlFlow::Break(()) {
-            return Err(ModelError::Cancelled);
+            return Err(Error::Fill(FillError::Cancelled { done: to as u64, of: total }));
         }
         scratch.resize((runs[end - 1] + run - runs[first]) as usize, 0);
         let read = source.file.read_exact_at(&mut scratch, at + runs[first]);

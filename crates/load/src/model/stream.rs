@@ -9,9 +9,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::block::{Block, HostTensor};
-use super::error::ModelError;
 use super::plan::Plan;
 use super::reader::Reader;
+use crate::error::Error;
 
 /// Bytes that are read together, at most, except for a larger tensor.
 const BATCH: u64 = 32 << 20;
@@ -32,7 +32,7 @@ struct Batch {
 pub struct TensorStream {
     reader: Arc<Reader>,
     cancelled: Arc<AtomicBool>,
-    batches: Mutex<Receiver<Result<Batch, ModelError>>>,
+    batches: Mutex<Receiver<Result<Batch, Error>>>,
     ready: VecDeque<HostTensor>,
     /// Since when the reader has been waiting for memory.
     stuck: Option<Instant>,
@@ -75,8 +75,8 @@ impl TensorStream {
     /// Waits up to `wait` for the next tensor.
     ///
     /// # Errors
-    /// [`ModelError`], also where memory does not come back.
-    pub fn next_within(&mut self, wait: Duration) -> Result<Next, ModelError> {
+    /// [`Error`], also where memory does not come back.
+    pub fn next_within(&mut self, wait: Duration) -> Result<Next, Error> {
         self.reader.check_open()?;
         if let Some(tensor) = self.ready.pop_front() {
             return Ok(Next::Tensor(tensor));
@@ -96,7 +96,7 @@ impl TensorStream {
     }
 
     /// The reader waits for memory, and the caller for the reader: only the caller or other threads can help.
-    fn waiting(&mut self) -> Result<Next, ModelError> {
+    fn waiting(&mut self) -> Result<Next, Error> {
         match (self.reader.budget.waiting(), self.stuck) {
             (None, _) => self.stuck = None,
             (Some(_), None) => {
@@ -114,7 +114,7 @@ impl TensorStream {
 }
 
 impl Iterator for TensorStream {
-    type Item = Result<HostTensor, ModelError>;
+    type Item = Result<HostTensor, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
         loop {
@@ -133,7 +133,7 @@ fn produce(
     reader: &Reader,
     names: Option<&HashSet<String>>,
     cancelled: &AtomicBool,
-    to: &SyncSender<Result<Batch, ModelError>>,
+    to: &SyncSender<Result<Batch, Error>>,
 ) {
     let most = (reader.budget.limit() / 8).clamp(64 << 10, BATCH);
     for (file, source) in reader.files.iter().enumerate() {
@@ -158,12 +158,7 @@ fn produce(
 }
 
 /// Reads some tensors of a file; `None` when cancelled.
-fn read(
-    reader: &Reader,
-    file: usize,
-    tensors: Range<usize>,
-    cancelled: &AtomicBool,
-) -> Result<Option<Batch>, ModelError> {
+fn read(reader: &Reader, file: usize, tensors: Range<usize>, cancelled: &AtomicBool) -> Result<Option<Batch>, Error> {
     let plan = reader.plan(file, tensors, None)?;
     let stop = || cancelled.load(Ordering::Relaxed);
     let Some(charge) = reader.budget.wait(plan.memory(), &stop)? else { return Ok(None) };

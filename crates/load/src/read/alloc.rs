@@ -7,78 +7,61 @@ use crate::fill::{BufferMemory, Extent, Job};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 
-use super::error::ReadError;
 use super::job::read;
 use super::method::{AllocRead, ReadFiles};
 use super::options::ReadOptions;
 use super::plan::is_stream;
 use super::{short, stream};
+use crate::error::Error;
 use crate::open_file::{OpenFile, name};
 
-/// Allocates buffers that are filled from files; implemented for every heap.
-pub trait AllocAndRead: Heap {
-    /// Allocates a buffer and reads a range of an open file into it, at once: T(first chunk) + max(T(rest of the
-    /// allocation), T(I/O)). Pipes and sockets are read from their position, by plain reads; for them `..` means
-    /// everything up to their end.
-    ///
-    /// The flags of the open file stay as they are. Small files take a fast path: no thread, no ring; a
-    /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
-    ///
-    /// ```
-    /// use dmalane_dma::MemfdHeap;
-    /// use dmalane_load::{AllocAndRead, ReadOptions};
-    ///
-    /// # let folder = tempfile::tempdir()?;
-    /// # let path = folder.path().join("model.bin");
-    /// # std::fs::write(&path, b"weights")?;
-    /// let file = std::fs::File::open(&path)?;
-    /// let read = MemfdHeap::new().alloc_and_read(&file, .., &ReadOptions::default())?;
-    /// println!("{}; {}", read.method, read.report);
-    /// let mut bytes = [0; 7];
-    /// read.buffer.as_volatile_slice().read(&mut bytes);
-    /// let memfd = read.buffer.shared().export();    // the same pages for another process or driver
-    /// # assert!(&bytes == b"weights" && memfd.is_some());
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`ReadError`].
-    fn alloc_and_read(
-        &self,
-        file: &File,
-        range: impl RangeBounds<u64>,
-        options: &ReadOptions,
-    ) -> Result<AllocRead, ReadError>
-    where
-        Self: Sized,
-    {
-        one(self, file, (range.start_bound().cloned(), range.end_bound().cloned()), options)
-    }
-}
-
-impl<H: Heap> AllocAndRead for H {}
-
-fn one(
+/// Allocates a buffer and reads a range of an open file into it, at once: T(first chunk) + max(T(rest of the
+/// allocation), T(I/O)). Pipes and sockets are read from their position, by plain reads; for them `..` means everything
+/// up to their end.
+///
+/// The flags of the open file stay as they are. Small files take a fast path: no thread, no ring; a
+/// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
+///
+/// ```
+/// use dmalane_dma::MemfdHeap;
+/// use dmalane_load::{ReadOptions, alloc_and_read};
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.bin");
+/// # std::fs::write(&path, b"weights")?;
+/// let file = std::fs::File::open(&path)?;
+/// let read = alloc_and_read(&MemfdHeap::new(), &file, .., &ReadOptions::default())?;
+/// println!("{}; {}", read.method, read.report);
+/// let mut bytes = [0; 7];
+/// read.buffer.as_volatile_slice().read(&mut bytes);
+/// let memfd = read.buffer.shared().export();    // the same pages for another process or driver
+/// # assert!(&bytes == b"weights" && memfd.is_some());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// [`Error`].
+pub fn alloc_and_read(
     heap: &dyn Heap,
     file: &File,
-    range: (Bound<u64>, Bound<u64>),
+    range: impl RangeBounds<u64>,
     options: &ReadOptions,
-) -> Result<AllocRead, ReadError> {
-    let start = match range.0 {
-        Bound::Included(n) => n,
+) -> Result<AllocRead, Error> {
+    let start = match range.start_bound() {
+        Bound::Included(n) => *n,
         Bound::Excluded(n) => n.saturating_add(1),
         Bound::Unbounded => 0,
     };
-    let end = match range.1 {
+    let end = match range.end_bound() {
         Bound::Included(n) => Some(n.saturating_add(1)),
-        Bound::Excluded(n) => Some(n),
+        Bound::Excluded(n) => Some(*n),
         Bound::Unbounded => None,
     };
     if let Some(read) = short::try_short(heap, file, start, end, options)? {
         return Ok(read);
     }
     let path = name(file);
-    let open = |source| ReadError::Open { path: path.clone(), source };
+    let open = |source| Error::File { path: path.clone(), what: "open it", source };
     let kind = file.metadata().map_err(open)?.file_type();
     let source = OpenFile::new(path.clone(), file.try_clone().map_err(open)?);
     if end.is_none() && is_stream(&kind) {

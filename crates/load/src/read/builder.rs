@@ -2,17 +2,19 @@
 
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Arc;
 
 use dmalane_addr::Access;
 use dmalane_dma::{Heap, Registrar};
 use dmalane_queue::DeviceAddr;
 
-use super::error::ReadError;
 use super::job::{Onto, read};
 use super::method::ReadFiles;
 use super::options::ReadOptions;
 use crate::device::OpenDevice;
-use crate::fill::{BufferMemory, Event, Job, Watch};
+use crate::error::Error;
+use crate::fill::{BufferMemory, Event, FilledBuf, Job, Watch};
+use crate::manifest::{Manifest, check, hash_regions};
 use crate::open_file::OpenFile;
 
 /// Reads files into buffers of a heap, one buffer per file by default.
@@ -22,13 +24,15 @@ use crate::open_file::OpenFile;
 /// ```
 /// use dmalane_device::RamDevice;
 /// use dmalane_dma::AnonHeap;
-/// use dmalane_load::{OpenDevice, Read};
+/// use dmalane_load::{OpenDevice, Read, ReadOptions};
 /// use dmalane_queue::DeviceAddr;
 ///
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.bin");
 /// std::fs::write(&path, vec![7; 5_000_000])?;
-/// let read = Read::files([&path]).checksum(true).into_memory(&AnonHeap::new())?;
+/// let mut options = ReadOptions::default();
+/// options.fill.checksum = true;
+/// let read = Read::files([&path]).options(options).into_memory(&AnonHeap::new())?;
 /// println!("{:x?}; {}", read.filled.buffers[0].checksum(), read.filled.report);
 ///
 /// // Into memory, and from there to a device:
@@ -39,18 +43,19 @@ use crate::open_file::OpenFile;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Read<'a> {
-    sources: Result<Vec<OpenFile>, ReadError>,
+    sources: Result<Vec<OpenFile>, Error>,
     job: Option<Job>,
     options: ReadOptions,
     register: Option<(&'a dyn Registrar, Access)>,
     device: Option<Onto<'a>>,
+    manifest: Option<&'a Manifest>,
     watch: Box<Watch<'a>>,
 }
 
 impl<'a> Read<'a> {
     /// Files by name. They are opened here; errors are returned by [`Read::into_memory`].
     pub fn files<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Self {
-        Self { sources: paths.into_iter().map(|path| Ok(OpenFile::open(path)?)).collect(), ..Self::sources(Vec::new()) }
+        Self { sources: paths.into_iter().map(OpenFile::open).collect(), ..Self::sources(Vec::new()) }
     }
 
     /// Files that are open already.
@@ -61,25 +66,14 @@ impl<'a> Read<'a> {
             options: ReadOptions::default(),
             register: None,
             device: None,
+            manifest: None,
             watch: Box::new(|_| ControlFlow::Continue(())),
         }
     }
 
-    /// Sets all options.
+    /// Sets the options.
     pub fn options(mut self, options: ReadOptions) -> Self {
         self.options = options;
-        self
-    }
-
-    /// Sets the bytes of a chunk, [`FillOptions::chunk`](crate::fill::FillOptions::chunk).
-    pub fn chunk(mut self, bytes: u64) -> Self {
-        self.options.fill.chunk = bytes;
-        self
-    }
-
-    /// Sets whether buffers are hashed, [`FillOptions::checksum`](crate::fill::FillOptions::checksum).
-    pub fn checksum(mut self, checksum: bool) -> Self {
-        self.options.fill.checksum = checksum;
         self
     }
 
@@ -87,6 +81,13 @@ impl<'a> Read<'a> {
     /// job are files in the order given.
     pub fn job(mut self, job: Job) -> Self {
         self.job = Some(job);
+        self
+    }
+
+    /// Compares the files, each read as a whole, with a manifest: they are hashed as their bytes arrive. An empty
+    /// manifest is none.
+    pub fn manifest(mut self, manifest: &'a Manifest) -> Self {
+        self.manifest = Some(manifest);
         self
     }
 
@@ -121,19 +122,27 @@ impl<'a> Read<'a> {
     /// Reads into buffers of `heap`, and returns when everything has arrived, on the device too.
     ///
     /// # Errors
-    /// [`ReadError`]. [`FillError::Map`](crate::fill::FillError::Map) where the registrar refuses;
-    /// [`Transfer`](crate::fill::FillError::Transfer) or [`Refused`](crate::fill::FillError::Refused) where the device
-    /// fails, or ends nothing for half a minute: then its queue is stopped.
+    /// [`Error`]. [`Error::Differs`] for other files than those of the manifest.
+    /// [`FillError::Map`](crate::fill::FillError::Map) where the registrar refuses;
+    /// [`Transfer`](crate::fill::FillError::Transfer) where the device refuses, fails, or ends nothing for half a minute:
+    /// then its queue is stopped.
     /// Reads and transfers in flight have ended by then, and nothing is left mapped or pinned; a transfer that the
     /// device does not let go of stays in flight, and keeps its memory and its mapping.
-    pub fn into_memory(self, heap: &dyn Heap) -> Result<ReadFiles, ReadError> {
-        let sources = self.sources?;
-        let job = match self.job {
-            Some(job) => job,
-            None => Job::whole(&sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>()?),
+    pub fn into_memory(self, heap: &dyn Heap) -> Result<ReadFiles, Error> {
+        let Self { sources, job, mut options, register, device, manifest, mut watch } = self;
+        let sources = sources?;
+        let lens = || sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>();
+        let expected = match manifest {
+            Some(manifest) => manifest.expect(sources.iter().map(|source| &*source.path).zip(lens()?))?,
+            None => Vec::new(),
         };
-        let memory = BufferMemory { register: self.register, ..BufferMemory::of(heap) };
-        let Self { mut watch, options, .. } = self;
-        read(memory, self.device, &sources, &job, &options, &mut *watch, true)
+        if !expected.is_empty() {
+            options.fill.hash_regions = Some(Arc::new(hash_regions(&expected)));
+        }
+        let job = job.map_or_else(|| Ok::<_, Error>(Job::whole(&lens()?)), Ok)?;
+        let memory = BufferMemory { register, ..BufferMemory::of(heap) };
+        let read = read(memory, device, &sources, &job, &options, &mut *watch, true)?;
+        check(&expected, read.filled.buffers.iter().map(FilledBuf::digests))?;
+        Ok(read)
     }
 }

@@ -8,13 +8,14 @@ use dmalane_file::{Fallback, How, Mode, Moved};
 use dmalane_queue::DeviceAddr;
 
 use super::cached::FromCache;
-use super::error::{ReadError, named};
 use super::method::{ReadFiles, ReadMethod};
-use super::options::{ReadOptions, Scheme};
+use super::options::ReadOptions;
 use super::plan::{Plan, plan};
 use super::source::Source;
 use crate::device::OpenDevice;
-use crate::fill::{BufferMemory, FillCached, FillOptions, Job, Sink, Watch, fill};
+use crate::engine::describe;
+use crate::error::Error;
+use crate::fill::{BufferMemory, FillCached, FillError, Job, Sink, Watch, fill};
 use crate::open_file::OpenFile;
 
 /// A device, and the place on it for each buffer.
@@ -29,34 +30,26 @@ pub(super) fn read<'a>(
     options: &ReadOptions,
     watch: &mut Watch<'_>,
     unchanged: bool,
-) -> Result<ReadFiles, ReadError> {
+) -> Result<ReadFiles, Error> {
     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
     if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
-        return Err(ReadError::Limit { wanted, limit });
+        return Err(Error::Limit { wanted, used: 0, limit });
     }
     let capabilities = memory.heap.capabilities();
     let writable = capabilities.shareable;
     // As `Reserved::is_better_copied_to` says when there is a reservation.
     let copied_to = writable && capabilities.best_pages == PageKind::Base;
     let plans = sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options, copied_to));
-    let plans = plans.collect::<Result<Vec<Plan>, ReadError>>()?;
+    let plans = plans.collect::<Result<Vec<Plan>, Error>>()?;
     let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
     let mut workers = Vec::new();
     for _ in 0..count.clamp(1, 64) {
         let open = |(source, plan): (&OpenFile, &Plan)| Source::open(source, plan);
-        workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
+        workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, Error>>()?);
     }
-    let one_chunk;
-    let fill_options = match options.scheme {
-        Scheme::Overlap => &options.fill,
-        Scheme::Sequential | Scheme::Plain => {
-            one_chunk = FillOptions { chunk: u64::MAX, ..options.fill.clone() };
-            &one_chunk
-        }
-    };
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
-    let from_cache_first = options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
+    let from_cache_first = options.mode != Mode::Direct;
     let map = |(source, plan): (&'a OpenFile, &Plan)| {
         let some = from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);
         let some = some && (writable || plan.options.mode == Mode::Auto);
@@ -71,15 +64,19 @@ pub(super) fn read<'a>(
     let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), direct, ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
     let filled = match onto {
-        None => fill(memory, Sink::Memory, job, &mut queues, fill_options, watch),
-        Some((device, places)) => device.fill(memory, places, job, &mut queues, fill_options, watch),
+        None => fill(memory, Sink::Memory, job, &mut queues, &options.fill, watch),
+        Some((device, places)) => device.fill(memory, places, job, &mut queues, &options.fill, watch),
     };
-    let filled = filled.map_err(|e| named(e, sources))?;
+    let filled = filled.map_err(|error| match error {
+        FillError::Read { .. } => describe(error, |i| (sources[i].path.clone(), None)),
+        // A buffer is no file.
+        other => Error::Fill(other),
+    })?;
     for (source, plan) in sources.iter().zip(&plans).filter(|_| unchanged) {
         if let Some(before) = plan.size.filter(|size| plan.end == *size) {
             let now = source.size()?;
             if now != before {
-                return Err(ReadError::Changed { path: source.path.clone(), before, now });
+                return Err(Error::Changed { path: source.path.clone(), before, now });
             }
         }
     }

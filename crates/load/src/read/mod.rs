@@ -3,7 +3,6 @@
 mod alloc;
 mod builder;
 mod cached;
-mod error;
 mod job;
 mod method;
 mod options;
@@ -12,8 +11,7 @@ mod short;
 mod source;
 mod stream;
 
-pub use alloc::AllocAndRead;
+pub use alloc::alloc_and_read;
 pub use builder::Read;
-pub use error::ReadError;
 pub use method::{AllocRead, ReadFiles, ReadMethod};
-pub use options::{ReadOptions, Scheme};
+pub use options::ReadOptions;

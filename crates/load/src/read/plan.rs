@@ -6,10 +6,10 @@ use std::os::unix::fs::FileTypeExt;
 
 use dmalane_file::{FileOptions, Io, Mode, Residency, residency};
 
-use super::error::ReadError;
-use super::options::{ReadOptions, Scheme};
+use super::options::ReadOptions;
 use crate::choose::{Choice, workers};
-use crate::open_file::{OpenFile, size};
+use crate::error::Error;
+use crate::open_file::OpenFile;
 
 /// At most this many bytes take the fast path: a ring costs as much as copying half a megabyte, a thread as much as a
 /// megabyte.
@@ -38,9 +38,8 @@ pub(super) fn plan(
     job: &Job,
     options: &ReadOptions,
     copied_to: bool,
-) -> Result<Plan, ReadError> {
-    let open = |e| ReadError::Open { path: source.path.clone(), source: e };
-    let kind = source.file.metadata().map_err(open)?.file_type();
+) -> Result<Plan, Error> {
+    let kind = source.file.metadata().map_err(|e| source.error("open it", e))?.file_type();
     let extents = job.extents.iter().filter(|e| e.source == index && e.len > 0);
     let (mut first, mut end, mut bytes) = (u64::MAX, 0, 0u64);
     for e in extents {
@@ -54,9 +53,9 @@ pub(super) fn plan(
         let options = of_queue(Mode::Buffered, Io::Pread, options.depth);
         return Ok(Plan { options, stream: true, workers: 1, reason, cached: None, size: None, first, end });
     }
-    let size = size(&source.file).map_err(open)?;
+    let size = source.size()?;
     if end > size && kind.is_file() {
-        return Err(ReadError::PastEnd { path: source.path.clone(), end, size });
+        return Err(Error::PastEnd { path: source.path.clone(), end, size });
     }
     let Choice { mode, fallback, mut cached } = Choice::new(&source.file, options.mode, first..end, bytes);
     let mut reason = match (options.mode, fallback, cached) {
@@ -70,8 +69,8 @@ pub(super) fn plan(
         // Cached pages are copied to memfds.
         cached = residency(&source.file, first, end - first).ok();
     }
-    let short = bytes <= SHORT || options.scheme == Scheme::Plain;
-    if short && options.scheme != Scheme::Plain {
+    let short = bytes <= SHORT;
+    if short {
         reason += "; fast path";
     }
     let buffered = mode == Mode::Buffered;

@@ -3,19 +3,18 @@
 use std::fs::File;
 use std::time::Instant;
 
-use crate::fill::{FillError, FillReport, FilledBuf};
+use crate::fill::{FillError, FillReport, FilledBuf, broken};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 use dmalane_file::{How, Mode, Moved, read_now};
-use dmalane_queue::{OpError, StopReason};
 use rustix::fs::{FileType, OFlags};
 use twox_hash::XxHash3_64;
 
-use super::error::ReadError;
 use super::method::{AllocRead, ReadMethod};
-use super::options::{ReadOptions, Scheme};
+use super::options::ReadOptions;
 use super::plan::SHORT;
 use crate::choose::Choice;
+use crate::error::Error;
 use crate::open_file::name;
 
 /// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the
@@ -29,8 +28,8 @@ pub(super) fn try_short(
     start: u64,
     end: Option<u64>,
     options: &ReadOptions,
-) -> Result<Option<AllocRead>, ReadError> {
-    if options.mode == Mode::Direct || options.scheme != Scheme::Overlap || options.fill.time_limit.is_some() {
+) -> Result<Option<AllocRead>, Error> {
+    if options.mode == Mode::Direct || options.fill.time_limit.is_some() {
         return Ok(None);
     }
     let begin = Instant::now();
@@ -51,13 +50,13 @@ pub(super) fn try_short(
     if rustix::fs::fcntl_getfl(file).map_or(true, |flags| flags.contains(OFlags::DIRECT)) {
         return Ok(None);
     }
-    let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
+    let memory = |source| Error::Fill(FillError::Memory { buffer: 0, source });
     let reserved = heap.reserve(len as usize).map_err(memory)?;
     let (recycled, backing) = (!reserved.is_fresh(), reserved.backing().clone());
     let whole = reserved.populate().map_err(memory)?;
     let first_chunk = begin.elapsed();
-    let failed = |error| ReadError::Read { path: name(file), error };
-    let lost = || failed(OpError::Stopped(StopReason::Protocol("a buffer came apart".into())));
+    let failed = |source| Error::Read { path: name(file), at: FileOffset::new(start), tensor: None, source };
+    let lost = || failed(broken("a buffer came apart"));
     let mut rest = whole.into_slice();
     let mut front = rest.split_off_front(len as usize).ok_or_else(lost)?;
     read_now(file, &mut front, FileOffset::new(start)).map_err(failed)?;
@@ -70,7 +69,7 @@ pub(super) fn try_short(
     if end.is_none() {
         let now = rustix::fs::fstat(file).map_or(size, |stat| u64::try_from(stat.st_size).unwrap_or(0));
         if now != size {
-            return Err(ReadError::Changed { path: name(file), before: size, now });
+            return Err(Error::Changed { path: name(file), before: size, now });
         }
     }
     let report = FillReport {

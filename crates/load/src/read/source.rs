@@ -4,8 +4,8 @@ use dmalane_addr::FileOffset;
 use dmalane_file::{FileQueue, How, Mode, Moved, StreamQueue};
 use dmalane_queue::Queue;
 
-use super::error::ReadError;
 use super::plan::Plan;
+use crate::error::Error;
 use crate::open_file::OpenFile;
 
 pub(super) enum Source {
@@ -14,8 +14,8 @@ pub(super) enum Source {
 }
 
 impl Source {
-    pub fn open(source: &OpenFile, plan: &Plan) -> Result<Self, ReadError> {
-        let file = source.file.try_clone().map_err(|e| ReadError::Open { path: source.path.clone(), source: e })?;
+    pub fn open(source: &OpenFile, plan: &Plan) -> Result<Self, Error> {
+        let file = source.file.try_clone().map_err(|e| source.error("open it", e))?;
         if plan.stream {
             return Ok(Self::Stream(Box::new(StreamQueue::new(file, plan.options.depth))));
         }

@@ -4,16 +4,16 @@ use std::collections::VecDeque;
 use std::hash::Hasher;
 use std::time::{Duration, Instant};
 
-use crate::fill::{FillError, FillReport, FilledBuf};
+use crate::fill::{FillError, FillReport, FilledBuf, broken};
 use dmalane_addr::FileOffset;
-use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, Reserved};
+use dmalane_dma::{BufferSlice, CopyHint, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
 use dmalane_queue::{OpError, Operation, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
 
-use super::error::ReadError;
 use super::method::{AllocRead, ReadMethod};
 use super::options::ReadOptions;
+use crate::error::Error;
 use crate::open_file::OpenFile;
 
 /// Bytes of an intermediate buffer: few, since the last one is used in part.
@@ -21,17 +21,12 @@ const CHUNK: usize = 4 << 20;
 
 /// Reads what comes into chunks, and when it has ended, into one buffer as large as it was; chunks are freed as they
 /// are copied.
-pub(super) fn to_end(
-    heap: &dyn Heap,
-    source: OpenFile,
-    skip: u64,
-    options: &ReadOptions,
-) -> Result<AllocRead, ReadError> {
+pub(super) fn to_end(heap: &dyn Heap, source: OpenFile, skip: u64, options: &ReadOptions) -> Result<AllocRead, Error> {
     let start = Instant::now();
-    let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
+    let memory = |source| Error::Fill(FillError::Memory { buffer: 0, source });
     let deadline = options.fill.time_limit.and_then(|limit| start.checked_add(limit));
-    let late = |done: usize| ReadError::Fill(FillError::Deadline { done: done as u64, of: None });
-    let mut queue = StreamQueue::new(source.file, 1);
+    let late = |done: usize| Error::Fill(FillError::Deadline { done: done as u64, of: None });
+    let (path, mut queue) = (source.path, StreamQueue::new(source.file, 1));
     let (mut chunks, mut len) = (VecDeque::new(), 0);
     loop {
         let at = skip + len as u64;
@@ -41,7 +36,7 @@ pub(super) fn to_end(
             return Err(late(len));
         }
         let chunk = heap.reserve(CHUNK).and_then(Reserved::populate).map_err(memory)?.into_slice();
-        let failed = |error| ReadError::Read { path: source.path.clone(), error };
+        let failed = |source| Error::Read { path: path.clone(), at: FileOffset::new(at), tensor: None, source };
         let (operation, n, ended) = match run(&mut queue, Operation::read(chunk, FileOffset::new(at)), left) {
             Ok(operation) => (operation, CHUNK, false),
             Err(RunError { operation: Some(operation), error: OpError::EndOfFile { at: end, .. } }) => {
@@ -51,17 +46,15 @@ pub(super) fn to_end(
             Err(RunError { error: OpError::Stopped(StopReason::Timeout(_)), .. }) => return Err(late(len)),
             Err(RunError { error, .. }) => return Err(failed(error)),
         };
-        let slice = operation
-            .into_slice()
-            .ok_or_else(|| failed(OpError::Stopped(StopReason::Protocol("a buffer is lost".into()))))?;
+        let slice = operation.into_slice().ok_or_else(|| failed(broken("a buffer is lost")))?;
         len += n;
         chunks.push_back((slice, n));
         if let Some(limit) = options.limit.filter(|limit| len as u64 > *limit) {
-            return Err(ReadError::Limit { wanted: len as u64, limit });
+            return Err(Error::Limit { wanted: len as u64, used: 0, limit });
         }
         if let Some(room) = dmalane_dma::room().filter(|room| room.bytes < CHUNK as u64 * 2) {
             let (wanted, left, limited_by) = (len as u64, room.bytes, room.limited_by);
-            return Err(ReadError::Fill(FillError::NoRoom { what: "the buffers", wanted, left, limited_by }));
+            return Err(Error::Fill(FillError::NoRoom { what: "the buffers", wanted, left, limited_by }));
         }
         if ended {
             break;
@@ -91,7 +84,7 @@ pub(super) fn to_end(
     }
     let filled = whole.and_then(|slice| slice.into_whole().ok());
     let buffer = filled.and_then(|buf| FilledBuf::new(buf, len, hash.map(|h| h.finish())));
-    let buffer = buffer.ok_or(ReadError::Fill(FillError::Memory { buffer: 0, source: Error::BadLength(len) }))?;
+    let buffer = buffer.ok_or_else(|| memory(dmalane_dma::Error::BadLength(len)))?;
     let report = FillReport {
         bytes: len as u64,
         wall: start.elapsed(),

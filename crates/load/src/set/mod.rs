@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use self::names::{Chosen, LISTED, Name, choose, listed, whole_set};
+use self::names::{LISTED, Name, choose, listed, whole_set};
 use crate::container::{CONTAINERS, Model, gguf, short};
 use crate::error::Error;
 
@@ -121,7 +121,7 @@ impl ModelSet {
                 continue;
             }
             let chosen = choose(found).map_err(|why| unknown(path, io::ErrorKind::InvalidInput, why));
-            let Chosen { files, left_out } = chosen?;
+            let (files, left_out) = chosen?;
             return Ok(Self { files: files.into_iter().map(SetFile::whole).collect(), left_out });
         }
         let mut wanted = vec!["*.safetensors.index.json".to_owned()];

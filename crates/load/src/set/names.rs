@@ -53,11 +53,7 @@ impl Name {
 }
 
 /// The files of a folder that are one model, and those that are not of it, each with why.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Chosen {
-    pub files: Vec<PathBuf>,
-    pub left_out: Vec<(PathBuf, String)>,
-}
+type Chosen = (Vec<PathBuf>, Vec<(PathBuf, String)>);
 
 /// Why files of this stem are no part of the model, if they are none.
 type Rule<'a> = dyn Fn(&str) -> Option<String> + 'a;
@@ -117,7 +113,7 @@ pub(super) fn choose(files: Vec<PathBuf>) -> Result<Chosen, String> {
         whole_set(&files[0], shard, |path| files.iter().any(|file| file == path))?;
     }
     left_out.sort();
-    Ok(Chosen { files, left_out })
+    Ok((files, left_out))
 }
 
 /// All shards of a set, of which `path` is one.
@@ -204,7 +200,7 @@ mod tests {
             ),
         ] {
             let left_out = left_out.iter().map(|(file, why)| (PathBuf::from(file), (*why).to_owned())).collect();
-            assert_eq!(choose(paths(files)), Ok(Chosen { files: paths(chosen), left_out }), "{files:?}");
+            assert_eq!(choose(paths(files)), Ok((paths(chosen), left_out)), "{files:?}");
         }
         for (files, says) in [
             (&["a.st", "b.st"][..], "several models: name the files of one of a.st, b.st"),

@@ -82,7 +82,7 @@ fn build_as<F: Format>(mappings: &[SpecMapping], base: u64) -> Result<Built, Bui
     }
 }
 
-// Of a page table, only what this calls is compiled for each format.
+// Of a page table, only what this calls is compiled for each format: mapping by single leaves is little.
 fn build_within<F: Format>(mappings: &[SpecMapping], base: u64, bytes: u64) -> Result<Built, BuildError> {
     let (granule, shape) = (F::GRANULE, TableShape::of::<F>());
     let words: Vec<_> = (0..bytes / 8).map(|_| AtomicU64::new(0)).collect();
@@ -95,7 +95,7 @@ fn build_within<F: Format>(mappings: &[SpecMapping], base: u64, bytes: u64) -> R
                 return Err(BuildError::Misaligned { mapping: i, field, value, granule });
             }
         }
-        let mapped = table.map(Iova::new(m.va.0), PhysAddr::new(m.pa.0), m.len.0, m.access);
+        let mapped = table.map_plainly(Iova::new(m.va.0), PhysAddr::new(m.pa.0), m.len.0, m.access);
         mapped.map_err(|e| BuildError::Mapping(i, e))?;
     }
     let (slots, roots) = (table.tables().in_use() as u64, shape.root.bytes() / shape.table.bytes());

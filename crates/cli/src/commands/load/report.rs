@@ -291,7 +291,6 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
     }
     o.odd.iter().for_each(|note| out += &format!("Note: {}\n", plain(note)));
-    out += &o.runs.written();
     if list {
         out += &listings(&o.run.loaded);
     }

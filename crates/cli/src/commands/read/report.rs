@@ -100,7 +100,6 @@ pub(super) fn text(o: &Outcome, verbose: bool) -> String {
     if o.runs.verified {
         out += "Verified: read back from the device and compared, equal\n";
     }
-    out += &o.runs.written();
     if verbose {
         out += &details(o);
     }

@@ -24,21 +24,6 @@ pub struct ReplayReport {
     result: io::Result<()>,
 }
 
-#[derive(Serialize)]
-struct LineResult<'a> {
-    line: u64,
-    op: Option<&'static str>,
-    result: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    errno: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    index: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    message: Option<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    unmapped_bytes: Option<u64>,
-}
-
 /// Times as JSON has them.
 fn times_json(times: &Times) -> Value {
     let timed = |timed: &Timed| {
@@ -112,15 +97,16 @@ impl ReplayReport {
         let errno = outcome.result.as_ref().err().map(|refusal| refusal.errno().name());
         if self.json {
             let done = outcome.result.as_ref().ok().map(|done| done.unmapped_bytes);
-            return self.element(&LineResult {
-                line,
-                op: outcome.op,
-                result: outcome.name(),
-                errno,
-                index: outcome.index,
-                message: message.as_deref(),
-                unmapped_bytes: done.filter(|bytes| *bytes > 0),
-            });
+            let mut result = json!({ "line": line, "op": outcome.op, "result": outcome.name() });
+            for (key, value) in [
+                ("errno", errno.map(Value::from)),
+                ("index", outcome.index.map(Value::from)),
+                ("message", message.map(Value::from)),
+                ("unmapped_bytes", done.filter(|bytes| *bytes > 0).map(Value::from)),
+            ] {
+                value.into_iter().for_each(|value| result[key] = value);
+            }
+            return self.element(&result);
         }
         self.write(|out| {
             write!(out, "line {line:<6} {:<9} {}", outcome.op.unwrap_or("-"), outcome.name())?;
