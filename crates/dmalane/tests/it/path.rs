@@ -655,7 +655,7 @@ fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
     let mut inputs = [open(&path)];
     let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     faults.lock().unwrap().refuses = true;
-    assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Queue { .. })));
+    assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Transfer { .. })));
     device.verify(&loaded, &mut inputs, &mut |_| {}).unwrap();
     faults.lock().unwrap().keeps = 1;
     assert!(matches!(device.verify(&loaded, &mut inputs, &mut |_| {}), Err(Error::Transfer { .. })));
