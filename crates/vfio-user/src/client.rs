@@ -6,13 +6,14 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{
-    self as dma, BufferRef, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, Undo,
+    self as dma, BufferRef, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf,
+    Undo, VolatileSlice,
 };
 use vfio_bindings::bindings::vfio as abi;
 
@@ -27,19 +28,52 @@ const COMMAND_MEMORY: u8 = 1 << 1;
 const COMMAND_MASTER: u8 = 1 << 2;
 /// Maximum number of interrupts.
 const VECTORS: u32 = 16;
-/// Bytes of a region's description, without the areas that could be mapped.
-const REGION_INFO: u32 = 32;
+/// Maximum bytes of a region's description, and the mappable areas that fit.
+const REGION_INFO: u32 = 4096;
+const MAX_AREAS: u32 = (REGION_INFO - 48) / 16;
 /// Timeout for the device to read a message, and to answer it.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum length of a region's file; a longer one is not mapped.
+const MAX_WINDOW: u64 = 1 << 40;
+
 /// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]),
 /// which can be sent to that process.
 ///
 /// The device may access mapped memory until the bus is dropped.
 pub struct UserBus {
     inner: Arc<Inner>,
-    /// The length of each region.
-    regions: Vec<u64>,
+    regions: Vec<Region>,
     interrupts: InterruptEvents,
+    /// The device responds at its BARs, according to what was written to its command register.
+    decodes: AtomicBool,
+}
+
+/// A region of the device.
+#[derive(Debug, Default)]
+struct Region {
+    len: u64,
+    window: Option<Window>,
+}
+
+/// The areas of a region that are mapped into this process, which are accessed without messages.
+#[derive(Debug)]
+struct Window {
+    /// The file that contains the region, from its start.
+    file: SharedBuf,
+    areas: Vec<Range<u64>>,
+}
+
+impl Window {
+    /// The slice of these bytes if they lie within one area. Populates them first: the device's process may not have
+    /// touched them yet.
+    fn slice(&self, offset: u64, len: usize) -> Option<VolatileSlice<'_>> {
+        let end = offset.checked_add(len as u64)?;
+        self.areas.iter().find(|area| area.start <= offset && end <= area.end)?;
+        let at = usize::try_from(offset).ok()?;
+        let slice = self.file.as_volatile_slice().sub(at, len)?;
+        self.file.populate(at, len).ok()?;
+        Some(slice)
+    }
 }
 
 struct Inner {
@@ -67,6 +101,11 @@ impl Socket {
 
     /// Sends a request and returns the body of its answer.
     fn ask(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
+        Ok(self.request(command, body, fds)?.body)
+    }
+
+    /// Sends a request and returns its answer.
+    fn request(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
         if self.broken {
             return Err(Error::Unanswered { command, source: io::ErrorKind::NotConnected.into() });
         }
@@ -82,7 +121,7 @@ impl Socket {
             let source = io::Error::from_raw_os_error(i32::try_from(answer.error).unwrap_or(0));
             return Err(Error::Refused { command, source });
         }
-        Ok(answer.body)
+        Ok(answer)
     }
 
     /// Sends a request and returns its answer, which may be an error number. After an error of this function the socket
@@ -100,13 +139,48 @@ impl Socket {
         Ok(answer)
     }
 
-    /// The length of a region. Nothing of it is mapped, also where that is offered: page tables are written many
-    /// entries at a time, for which messages are fast enough.
-    fn region_len(&mut self, index: u32) -> Result<u64, Error> {
+    /// Queries a region, and maps its mappable areas.
+    fn region(&mut self, index: u32) -> Result<Region, Error> {
         let body = Body::default().u32(REGION_INFO).u32(0).u32(index).u32(0).u64(0).u64(0);
-        let info = self.ask(Command::RegionInfo, &body.0, &[])?;
-        Ok(Fields(info.get(16..).unwrap_or_default()).u64().ok_or(ProtocolError::NoRegionLength)?)
+        let Message { body: info, mut fds, .. } = self.request(Command::RegionInfo, &body.0, &[])?;
+        let mut fields = Fields(&info);
+        let (_argsz, flags, _index, at) = (fields.u32(), fields.u32().unwrap_or(0), fields.u32(), fields.u32());
+        let len = fields.u64().ok_or(ProtocolError::NoRegionLength)?;
+        let offset = fields.u64().unwrap_or(0);
+        let mut region = Region { len, window: None };
+        // A file with the region at other offsets is not mapped; messages work too.
+        if flags & abi::VFIO_REGION_INFO_FLAG_MMAP == 0 || offset != 0 {
+            return Ok(region);
+        }
+        let Some(file) = fds.pop() else { return Ok(region) };
+        let caps = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { at.unwrap_or(0) as usize } else { 0 };
+        let areas = mappable_areas(&info, caps).unwrap_or_else(|| std::iter::once(0..len).collect());
+        // Unsealed memory could shrink under us, and a sparse file can be longer than the address space: those are not
+        // mapped.
+        let Ok(file) = SharedBuf::import_up_to(file, MAX_WINDOW) else { return Ok(region) };
+        let areas = areas.into_iter().filter(|a| a.start < a.end && a.end <= len.min(file.len() as u64));
+        region.window = Some(Window { areas: areas.collect(), file });
+        Ok(region)
     }
+}
+
+/// The mappable areas, from the chain of capabilities at offset `at` of the answer; `None` without such a capability.
+fn mappable_areas(info: &[u8], mut at: usize) -> Option<Vec<Range<u64>>> {
+    // Each capability must be after the previous one, so the loop ends.
+    while at >= 32 {
+        let mut fields = Fields(info.get(at..)?);
+        let (id, _version, next) = (fields.u16()?, fields.u16()?, fields.u32()? as usize);
+        if u32::from(id) == abi::VFIO_REGION_INFO_CAP_SPARSE_MMAP {
+            let (count, _reserved) = (fields.u32()?, fields.u32()?);
+            let area = |_| {
+                let (first, len) = (fields.u64()?, fields.u64()?);
+                Some(first..first.checked_add(len)?)
+            };
+            return (0..count.min(MAX_AREAS)).map(area).collect();
+        }
+        at = if next > at { next } else { 0 };
+    }
+    None
 }
 
 impl Inner {
@@ -185,7 +259,7 @@ impl UserBus {
             return Err(ProtocolError::NotPci.into());
         }
         let count = count.unwrap_or(0).min(abi::VFIO_PCI_NUM_REGIONS);
-        let regions = (0..count).map(|index| socket.region_len(index)).collect::<Result<Vec<_>, _>>()?;
+        let regions = (0..count).map(|index| socket.region(index)).collect::<Result<Vec<_>, _>>()?;
         let kind = abi::VFIO_PCI_MSIX_IRQ_INDEX;
         let info = socket.ask(Command::IrqInfo, &Body::default().u32(16).u32(0).u32(kind).u32(0).0, &[])?;
         let vectors = Fields(info.get(12..).unwrap_or_default()).u32().unwrap_or(0).min(VECTORS);
@@ -202,7 +276,7 @@ impl UserBus {
         iovas.reserve(window)?;
         let inner =
             Inner { socket: Mutex::new(socket), iovas: Mutex::new(RangeCache::new(iovas)), mapped: AtomicU64::new(0) };
-        let this = Self { inner: Arc::new(inner), regions, interrupts };
+        let this = Self { inner: Arc::new(inner), regions, interrupts, decodes: AtomicBool::new(true) };
         this.command(COMMAND_MEMORY | COMMAND_MASTER)?;
         Ok(this)
     }
@@ -214,7 +288,13 @@ impl UserBus {
 
     /// The length of a region in bytes; 0 for one that the device does not have.
     pub fn region_len(&self, region: u32) -> u64 {
-        self.regions.get(region as usize).copied().unwrap_or(0)
+        self.regions.get(region as usize).map_or(0, |region| region.len)
+    }
+
+    /// The areas of a region that are mapped into this process and accessed without messages; none while the command
+    /// register disables the BARs.
+    pub fn mapped_areas(&self, region: u32) -> &[Range<u64>] {
+        self.window(region).map_or(&[], |window| &window.areas)
     }
 
     /// The device's process may be wrong about what it has, so nobody asks it for more than it described.
@@ -224,6 +304,11 @@ impl UserBus {
             Some(end) if end <= has => Ok(()),
             _ => Err(Error::BeyondRegion { region, has, offset, len }),
         }
+    }
+
+    fn window(&self, region: u32) -> Option<&Window> {
+        let window = self.regions.get(region as usize)?.window.as_ref();
+        window.filter(|_| self.decodes.load(Ordering::Relaxed))
     }
 
     /// Vendor and device number.
@@ -248,6 +333,10 @@ impl UserBus {
     /// [`Error::Unanswered`], [`Error::Protocol`].
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         self.check_range(region, offset, into.len())?;
+        if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, into.len())) {
+            slice.read(into);
+            return Ok(());
+        }
         let mut at = offset;
         for chunk in into.chunks_mut(MAX_DATA) {
             let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32);
@@ -265,11 +354,19 @@ impl UserBus {
     /// As [`UserBus::read_region`].
     pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
         self.check_range(region, offset, from.len())?;
+        if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, from.len())) {
+            store(&slice, offset, from);
+            return Ok(());
+        }
         let mut at = offset;
         for chunk in from.chunks(MAX_DATA) {
             let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32).bytes(chunk);
             self.inner.ask(Command::RegionWrite, body, &[])?;
             at += chunk.len() as u64;
+        }
+        let command = COMMAND.checked_sub(offset).and_then(|at| from.get(at as usize));
+        if let Some(command) = command.filter(|_| region == CONFIG) {
+            self.decodes.store(command & COMMAND_MEMORY != 0, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -280,6 +377,19 @@ impl UserBus {
     /// [`Error::Refused`] when it did not stop in time; [`Error::Unanswered`], [`Error::Protocol`].
     pub fn reset(&self) -> Result<(), Error> {
         self.inner.ask(Command::Reset, Body::default(), &[]).map(drop)
+    }
+}
+
+/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read
+/// them at any time.
+fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
+    match from.as_chunks::<8>() {
+        (words, []) if offset.is_multiple_of(8) => {
+            for (i, word) in words.iter().enumerate() {
+                slice.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the slice");
+            }
+        }
+        _ => slice.write(from),
     }
 }
 

@@ -30,6 +30,12 @@ fn use_it(stream: UnixStream) {
     let _ = bus.id();
     for region in 0..9 {
         let len = bus.region_len(region);
+        for area in bus.mapped_areas(region).to_vec() {
+            assert!(area.start < area.end && area.end <= len, "{area:?} of a region of {len} bytes");
+            let mut bytes = [0; 16];
+            let _ = bus.read_region(region, area.end.saturating_sub(16), &mut bytes);
+            let _ = bus.write_region(region, area.start, &bytes);
+        }
         let mut bytes = [0; 64];
         let _ = bus.read_region(region, 0, &mut bytes);
         let _ = bus.write_region(region, len.saturating_sub(8), &[1; 8]);
@@ -96,7 +102,7 @@ impl Device<'_> {
             1 => [&words(&[1 << 16])[..], b"{}\0"].concat(),
             4 => words(&[16, 2, u32::from(input.u8() % 12), 5]),
             5 => {
-                // Flags, one capability of areas, and the file: the client maps none.
+                // Flags, one capability of areas, and the file.
                 let (flags, more) = (input.u8(), input.u8());
                 let (len, areas) = (input.number() & 0xf_ffff, u32::from(more % 4));
                 let first = words(&[200, u32::from(flags & 15), request.get(8).copied().unwrap_or(0).into(), 32]);

@@ -122,7 +122,9 @@ fn it_is_a_pci_device() {
     let msix = usize::from(config[0x34]);
     assert_eq!((config[msix], config[msix + 2], config[msix + 4] & 7), (0x11, 1, 4), "two interrupts, table in BAR 4");
     assert_eq!((bus.region_len(2), bus.region_len(1), bus.id().unwrap()), (32 * MIB, 0, CARD_PCI_ID));
-    // Bytes of the BAR that are no memory do not answer.
+    // The card's memory is mapped, all but the bytes that are none; those do not answer.
+    assert_eq!(bus.mapped_areas(2), [0..16 * MIB, 16 * MIB..24 * MIB]);
+    assert!(bus.mapped_areas(0).is_empty());
     assert!(bus.write_bytes(2, 24 * MIB, &[0; 4]).is_err() && bus.read_region(2, 24 * MIB - 4, &mut [0; 8]).is_err());
     // Advanced features, by which a kernel resets the function.
     let features = usize::from(config[msix + 1]);
@@ -196,10 +198,10 @@ fn the_command_register_is_obeyed() {
     };
     run(&mut card.queue(0).unwrap(), write(1), LONG).unwrap();
 
-    // Without memory decoding: no BAR answers, and the card goes on with what it has.
+    // Without memory decoding: no BAR answers, mapped or not, and the card goes on with what it has.
     bus.write_region(7, 4, &[4, 0]).unwrap();
     assert!(bus.read32(0, regs::ID).is_err() && bus.write32(0, regs::CONTROL, 0).is_err());
-    assert!(there().is_err() && bus.write_bytes(2, 0, &[9]).is_err());
+    assert!(there().is_err() && bus.write_bytes(2, 0, &[9]).is_err() && bus.mapped_areas(2).is_empty());
     assert!(bus.read_region(4, 0, &mut [0; 4]).is_err() && bus.write_region(4, 0, &[0; 4]).is_err());
     let mut command = [0; 2];
     bus.read_region(7, 4, &mut command).unwrap();
