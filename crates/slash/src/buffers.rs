@@ -96,8 +96,8 @@ pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
     DriverHeap::new("slash", allocate).direct()
 }
 
-/// Registers buffers of the driver, which the card reaches already; all others are refused. The driver's pages are single
-/// ones, whatever is asked for.
+/// Registers buffers of the driver, which the card reaches already; all others are refused. The driver's pages are
+/// single ones, whatever is asked for.
 pub(crate) fn registrar(buffers: &Arc<Buffers>) -> NoIommu {
     let finds = buffers.clone();
     NoIommu::calling(HostHeap::Only(Arc::new(heap(buffers))), move |buffer, range| {

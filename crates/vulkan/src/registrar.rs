@@ -70,8 +70,8 @@ impl Imports {
         Ok(Box::new(memory))
     }
 
-    /// Imports a range of a buffer: by its address, or, where the driver refuses that, as a dma-buf. A driver may refuse
-    /// pages of a file by their address, and those of a dma-buf cannot be pinned.
+    /// Imports a range of a buffer: by its address, or, where the driver refuses that, as a dma-buf. A driver may
+    /// refuse pages of a file by their address, and those of a dma-buf cannot be pinned.
     fn import(&self, memory: &BufferRef, range: Range<usize>) -> Result<Vec<Import>, Error> {
         let by_address = match self.import_by_address(memory, range.clone()) {
             Err(e) if self.gpu.info().dma_buf_import && !matches!(e, Error::Lost(_)) => e,
