@@ -10,8 +10,8 @@ use crate::device::LoadedFile;
 use crate::fill::Target;
 
 impl LoadedFile {
-    /// Cuts a range of the file into targets of at most `max_len` bytes each. The bytes of tensors go to their places in
-    /// device memory. Bytes of no tensor, such as the header, stay on the host.
+    /// Cuts a range of the file into targets of at most `max_len` bytes each. The bytes of tensors go to their places
+    /// in device memory. Bytes of no tensor, such as the header, stay on the host.
     pub(crate) fn cut(&self, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) {
         let Self { model, layout, bo, .. } = self;
         let Range { start: mut at, end } = range;
