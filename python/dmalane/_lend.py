@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ._arguments import Backend, Manifest, Paths, check_backend, integer, manifest_of, parse_size, paths_of
 from ._frameworks import TORCH, Framework, converter, on_cpu, torch_device
-from ._native import Files
+from ._native import Files, Tensor
 from .errors import UnknownTensorError
 
 _T = TypeVar("_T")
@@ -83,7 +83,7 @@ class Prefetch:
                 raise ValueError(f"{name!r} has no dimension to slice")
         self._names = [name for name in owner.keys() if name in plan]
         self._left: dict[str, slice | None] = {name: plan[name] for name in self._names}
-        self._rows, self._move = rows, move
+        self._owner, self._rows, self._move = owner, rows, move
         # Read, and not asked for yet.
         self._ready: dict[str, Any] = {}
         self._whole = owner.tensors([name for name, part in plan.items() if part is None])
@@ -103,12 +103,25 @@ class Prefetch:
         memory until they are taken."""
         if name not in self._left:
             raise KeyError(f"{name!r} was taken, or is not in the plan")
-        part = self._left.pop(name)
-        if part is not None:
-            return self._move(self._rows[name][part])
+        part = self._left[name]
+        taken = self._read(name) if part is None else self._move(self._rows[name][part])
+        # Not before: what could not be read can be asked for again.
+        del self._left[name]
+        return taken
+
+    def _read(self, name: str) -> Any:
         while name not in self._ready:
-            found, tensor = next(self._whole)
-            self._ready[found] = self._move(tensor)
+            item = next(self._whole, None)
+            if item is None:
+                # The stream has failed: the rest is read one by one.
+                return self._move(self._owner.get_tensor(name))
+            try:
+                self._ready[item[0]] = self._move(item[1])
+            except BaseException:
+                self._whole.close()
+                raise
+            # Nothing here keeps the memory while the next one is waited for.
+            del item
         return self._ready.pop(name)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -161,10 +174,11 @@ class safe_open:
         convert, move = converter(framework), _to_device(framework, device)
         self._convert = (lambda tensor: move(convert(tensor))) if move else convert
         self._files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
+        self._paths = self._files.paths()
         self._starts: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<safe_open of {', '.join(self._files.paths())}>"
+        return f"<safe_open of {', '.join(self._paths)}>"
 
     def _of(self, name: str, read: Callable[[str], _T]) -> _T:
         """What `read` gives for a name; if there is no such tensor, the error names one that is called almost so."""
@@ -224,7 +238,8 @@ class safe_open:
     def prefetch(
         self, plan: Mapping[str, slice | None] | None = None, *, device: str | int | Any = None, threads: int = 8
     ) -> Prefetch:
-        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension.
+        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension. Slices are
+        read when they are taken.
 
         device: where they go; by default that of this object. threads: at least 1; the engine reads with as many as the
         files take."""
@@ -242,10 +257,9 @@ class safe_open:
         or those of `names`."""
         if isinstance(names, str):
             raise TypeError(f"names are several: tensors([{names!r}])")
-        return self._tensors(None if names is None else set(names))
+        return self._tensors(self._files.stream(None if names is None else set(names)))
 
-    def _tensors(self, names: set[str] | None) -> Generator[tuple[str, Any]]:
-        stream = self._files.stream(names)
+    def _tensors(self, stream: Iterator[Tensor]) -> Generator[tuple[str, Any]]:
         while (tensor := next(stream, None)) is not None:
             item = tensor.name, self._convert(tensor)
             # Nothing here keeps the memory while the next one is waited for.

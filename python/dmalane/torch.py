@@ -44,17 +44,19 @@ def load_model(
     model: Any, filename: Paths, strict: bool = True, device: str | int | Any = "cpu", *, backend: Backend = "mmap"
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a `torch.nn.Module`; returns the names that the file lacks, and those that the module lacks.
-    With `strict`, there must be none. Of tensors that share memory, one in the file is enough."""
+    With `strict`, there must be none. A tensor that lies in the memory of one that the file has is not missing."""
     state = load_file(filename, device, backend=backend)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    for names in _sharing(model.state_dict()):
-        if not names <= set(missing):
-            missing = [name for name in missing if name not in names]
+    missing, unexpected = map(list, model.load_state_dict(state, strict=False))
+    tensors, lost = model.state_dict(), set(missing)
+    for names in _sharing(tensors):
+        there = [tensors[name] for name in names - lost]
+        filled = {name for name in names & lost if any(_holds(one, tensors[name]) for one in there)}
+        missing = [name for name in missing if name not in filled]
     if strict and (missing or unexpected):
         parts = [("missing in the file", missing), ("not in the model", unexpected)]
         said = "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in parts if names)
         raise RuntimeError(f"{type(model).__name__} and {filename} differ: {said}")
-    return list(missing), list(unexpected)
+    return missing, unexpected
 
 
 def save_file(
@@ -98,9 +100,7 @@ def _sharing(state: Mapping[str, Any]) -> list[set[str]]:
     places = []
     for name, tensor in state.items():
         if tensor.numel() and tensor.device.type != "meta":
-            last = sum((dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            places.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
+            places.append((*_place(tensor), name))
     groups: list[set[str]] = []
     until = ("", 0)
     for device, start, end, name in sorted(places):
@@ -110,6 +110,20 @@ def _sharing(state: Mapping[str, Any]) -> list[set[str]]:
             groups.append({name})
         until = max(until, (device, end)) if device == until[0] else (device, end)
     return [names for names in groups if len(names) > 1]
+
+
+def _place(tensor: Any) -> tuple[str, int, int]:
+    """Device, first byte and end of the memory of a tensor that has elements."""
+    last = sum((dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+
+
+def _holds(one: Any, other: Any) -> bool:
+    """Whether a tensor has all bytes of another one, with which it shares memory."""
+    (_, first, after), (_, start, end) = _place(one), _place(other)
+    is_dense = one.numel() * one.element_size() == after - first
+    return bool(one.is_set_to(other) or (is_dense and first <= start and end <= after))
 
 
 def _has_all(tensor: Any) -> bool:

@@ -77,14 +77,15 @@ def patch() -> Patch:
 def _replace(by: dict[Any, Any]) -> list[str]:
     """Replaces objects wherever a module of the packages has them; returns the names."""
     replaced = []
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").partition(".")[0] not in PACKAGES:
+    for name, module in list(sys.modules.items()):
+        # By its name there: to ask a module for its own imports one that is lazy, and may be odd in other ways.
+        if module is None or name.partition(".")[0] not in PACKAGES:
             continue
         # Without attributes that a lazy module would import.
-        for name, value in list(vars(module).items()):
+        for attribute, value in list(vars(module).items()):
             if callable(value) and any(value is old for old in by):
-                setattr(module, name, by[value])
-                replaced.append(f"{module.__name__}.{name}")
+                setattr(module, attribute, by[value])
+                replaced.append(f"{module.__name__}.{attribute}")
     return sorted(replaced)
 
 

@@ -30,7 +30,12 @@ const ECANCELED: i32 = 125;
 pub(crate) fn os(error: &std::io::Error) -> Number {
     let mut causes = std::iter::successors(Some(error as &(dyn StdError + 'static)), |&e| e.source());
     let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
-    Number::Kernel(number.unwrap_or(EIO))
+    match number {
+        Some(number) => Number::Kernel(number),
+        // Found out without asking the kernel.
+        None if error.kind() == std::io::ErrorKind::NotFound => Errno::NoEnt.into(),
+        None => Number::Kernel(EIO),
+    }
 }
 
 /// The number of an error about a file that was to be opened.

@@ -709,6 +709,8 @@ static void models(void)
 	config.flags = 1u << 9;
 	CHECK(dml_model_open(paths, 1, &config, &model) == -EINVAL);
 	config.flags = DML_READ_BUFFERED;
+	/* A path that could be the name of a model, too. */
+	CHECK(dml_model_open((const char *[]){"nowhere/m"}, 1, &config, &model) == -ENOENT && model == 0);
 	CHECK(!dml_model_open(paths, 1, &config, &model));
 	CHECK(!dml_model_tensor(model, 0, &tensor, text, sizeof text) && tensor.len == 32 && !strcmp(text, "a"));
 	CHECK(tensor.dims == 2 && tensor.shape[0] == 4 && tensor.shape[1] == 8 && !strcmp(tensor.dtype, "U8"));

@@ -65,7 +65,7 @@ struct Cgroup {
     dir: PathBuf,
     /// Its path below the mount point.
     name: PathBuf,
-    /// The files with its limit and what it uses, and the line of `memory.stat` that can be reclaimed.
+    /// The files with its limit and what it uses, and how the lines of `memory.stat` begin that count its children too.
     files: [&'static str; 3],
 }
 
@@ -75,9 +75,9 @@ fn cgroups(root: &Path) -> Vec<Cgroup> {
     for line in fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default().lines() {
         let [_, controllers, path] = line.splitn(3, ':').collect::<Vec<_>>()[..] else { continue };
         let (mount, files) = match controllers {
-            "" => ("", ["memory.max", "memory.current", "inactive_file"]),
+            "" => ("", ["memory.max", "memory.current", ""]),
             c if c.split(',').any(|c| c == "memory") => {
-                ("memory", ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"])
+                ("memory", ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_"])
             }
             _ => continue,
         };
@@ -93,11 +93,13 @@ fn cgroups(root: &Path) -> Vec<Cgroup> {
 
 impl Cgroup {
     fn room(&self) -> Option<Room> {
-        let [limit, usage, idle] = self.files;
+        let [limit, usage, prefix] = self.files;
         let (limit, used) = (number(&self.dir.join(limit))?, number(&self.dir.join(usage))?);
         let stat = fs::read_to_string(self.dir.join("memory.stat")).unwrap_or_default();
-        let idle = stat.lines().find_map(|l| l.strip_prefix(idle)?.trim().parse().ok()).unwrap_or(0);
-        let bytes = limit.saturating_sub(used.saturating_sub(idle));
+        let line = |name| stat.lines().find_map(|l| l.strip_prefix(prefix)?.strip_prefix(name)?.trim().parse().ok());
+        // The page cache, also that which was used more than once: the kernel drops it before it kills.
+        let cache: u64 = ["inactive_file ", "active_file "].into_iter().filter_map(line).fold(0, u64::saturating_add);
+        let bytes = limit.saturating_sub(used.saturating_sub(cache));
         Some(Room { bytes, limited_by: format!("the memory cgroup /{}", self.name.display()) })
     }
 }
@@ -175,7 +177,7 @@ mod tests {
             ("sys/fs/cgroup/a/b/memory.current", "9\n"),
             ("sys/fs/cgroup/a/memory.max", "100000\n"),
             ("sys/fs/cgroup/a/memory.current", "60000\n"),
-            ("sys/fs/cgroup/a/memory.stat", "anon 1\ninactive_file 20000\nactive_file 3\n"),
+            ("sys/fs/cgroup/a/memory.stat", "anon 1\ninactive_file 15000\nactive_file 5000\n"),
         ];
         assert_eq!(room_of(&v2).unwrap(), (60000, "the memory cgroup /a".into()));
         let v1 = [
@@ -183,8 +185,9 @@ mod tests {
             ("proc/self/cgroup", "5:cpu:/x\n4:hugetlb,memory:/of/the/host\n0::/\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "5000\n"),
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "6000\n"),
+            ("sys/fs/cgroup/memory/memory.stat", "active_file 9\ntotal_inactive_file 500\ntotal_active_file 700\n"),
         ];
-        assert_eq!(room_of(&v1).unwrap(), (0, "the memory cgroup /".into()));
+        assert_eq!(room_of(&v1).unwrap(), (200, "the memory cgroup /".into()));
         assert_eq!(room_of(&[MEMINFO, ("proc/self/cgroup", "nonsense\n::\n\n")]).unwrap().0, 500 << 10);
     }
 

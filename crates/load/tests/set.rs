@@ -1,10 +1,11 @@
 //! Which tensors of which files are a model, by what the files hold.
 
 use std::collections::BTreeMap;
+use std::io::{Seek, SeekFrom};
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use dmalane_load::{HostModel, ModelOptions};
+use dmalane_load::{HostModel, ModelOptions, OpenFile};
 
 /// A safetensors file of tensors of one float each.
 fn safetensors(tensors: &[(&str, f32)]) -> Vec<u8> {
@@ -134,4 +135,17 @@ fn what_is_odd_about_a_file_is_noted() {
     let joined = notes(&[&file[..], &file].concat());
     let says = format!("m.gguf: {} bytes behind its last tensor belong to none", file.len());
     assert!(joined.len() == 1 && joined[0].contains(&says), "{joined:?}");
+    // The position of a file that was handed in is its owner's.
+    let mut handed = std::fs::File::open(&path).unwrap();
+    handed.seek(SeekFrom::Start(5)).unwrap();
+    let given = OpenFile::new("given.gguf", handed.try_clone().unwrap());
+    let model = HostModel::of_files([given], ModelOptions::default()).unwrap();
+    assert_eq!((model.notes().len(), handed.stream_position().unwrap()), (1, 5));
+    // Notes are about the file that was opened, and no other of its name.
+    let whole = folder.path().join("n.gguf");
+    std::fs::write(&whole, &file).unwrap();
+    let model = HostModel::open([&whole], ModelOptions::default()).unwrap();
+    std::fs::remove_file(&whole).unwrap();
+    std::fs::File::create(&whole).unwrap().set_len(1 << 20).unwrap();
+    assert!(model.notes().is_empty(), "{:?}", model.notes());
 }

@@ -446,8 +446,9 @@ impl Registration {
         slf
     }
 
+    /// Does nothing in a child of `fork`, where a `with` ends too.
     #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.unregister(py)
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) {
+        let _in_a_child = self.unregister(py);
     }
 }

@@ -11,7 +11,8 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Of an error that we have made without asking the kernel.
+/// Of errors that we have made without asking the kernel.
+const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
 
 /// An error that becomes a Python exception when it reaches the interpreter.
@@ -57,8 +58,12 @@ impl Failure {
     }
 
     pub(crate) fn io(self, source: &std::io::Error) -> Self {
-        let exists = source.kind() == std::io::ErrorKind::AlreadyExists;
-        match source.raw_os_error().or(exists.then_some(EEXIST)) {
+        let ours = match source.kind() {
+            std::io::ErrorKind::NotFound => Some(ENOENT),
+            std::io::ErrorKind::AlreadyExists => Some(EEXIST),
+            _ => None,
+        };
+        match source.raw_os_error().or(ours) {
             Some(errno) => self.number("errno", u64::from(errno.unsigned_abs())),
             None => self,
         }

@@ -53,7 +53,9 @@ pub(crate) fn of_load<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
 pub(crate) fn add_files(report: &Bound<'_, PyDict>, model: &HostModel) -> PyResult<()> {
     let left_out = model.left_out().iter().map(|(path, why)| (path.display().to_string(), why.as_str()));
     report.set_item("left_out", left_out.collect::<Vec<_>>())?;
-    report.set_item("notes", model.notes())
+    // Which looks into the files.
+    let notes = report.py().detach(|| model.notes());
+    report.set_item("notes", notes)
 }
 
 fn stages<'py>(py: Python<'py>, stages: &[StageReport]) -> PyResult<Bound<'py, PyList>> {

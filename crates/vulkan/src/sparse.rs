@@ -599,8 +599,9 @@ impl Drop for SparseMap {
         // Only a lost device is asked in a way that has no timeout: it answers in finite time.
         if !ended.unwrap_or_else(|_lost| self.gpu.has_bound()) {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let bound = (std::mem::take(&mut state.windows), std::mem::take(&mut state.bound));
-            std::mem::forget((bound, self.timeline.clone()));
+            let State { windows, bound, doubtful, .. } = state;
+            std::mem::forget((std::mem::take(windows), std::mem::take(bound), std::mem::take(doubtful)));
+            std::mem::forget(self.timeline.clone());
             return;
         }
         if let Some(held) = &self.held {

@@ -1,6 +1,8 @@
 """In place of safetensors: the same names, orders, devices and answers."""
 
 import inspect
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +86,35 @@ def test_prefetch_hands_out_each_tensor_once(file):
             f.prefetch(threads=0)
         with pytest.raises(ValueError, match='framework="pt"'):
             f.prefetch(device="cuda:0")
+
+
+def test_prefetch_begins_at_once(file):
+    with dmalane.safe_open(file) as f, f.prefetch():
+        until = time.monotonic() + 30
+        while not f.report()["bytes"]:
+            assert time.monotonic() < until, "nothing is read before it is asked for"
+            time.sleep(0.01)
+
+
+def test_what_prefetch_could_not_give_can_be_asked_for_again(file, tmp_path):
+    """And is no end of an iteration, which `map` would take for that of its names."""
+    manifest = dmalane.manifest(file)
+    data = bytearray(Path(file).read_bytes())
+    data[-1] ^= 1
+    changed = tmp_path / "changed" / "m.safetensors"
+    changed.parent.mkdir()
+    changed.write_bytes(data)
+    with dmalane.safe_open(changed, verify=manifest) as f, f.prefetch() as ahead:
+        for _ in range(2):
+            with pytest.raises(dmalane.IntegrityError):
+                list(map(ahead.take, ["s"]))
+        assert [value.size for value in map(ahead.take, ["a", "b"])] == [24, 3]
+    with dmalane.safe_open(file, memory_limit=4096) as f, f.prefetch({"a": slice(0, 2)}) as ahead:
+        lent = f.get_tensor("a")
+        with pytest.raises(dmalane.MemoryLimitError):
+            ahead.take("a")
+        del lent
+        assert ahead.take("a").shape == (2, 6)
 
 
 def test_the_bytes_of_a_file_are_loaded(file):
@@ -184,6 +215,16 @@ def test_a_module_with_tied_weights_is_saved_and_loaded(tmp_path):
         dmalane.torch.load_model(torch.nn.Sequential(*made(), torch.nn.Linear(8, 2, bias=False)), ours)
     found = dmalane.torch.load_model(torch.nn.Sequential(torch.nn.Embedding(8, 4)), ours, strict=False)
     assert found == ([], ["1.bias"])
+    # The half of a weight is not the whole, which is the half.
+    halves = torch.nn.Module()
+    halves.whole = torch.nn.Parameter(torch.zeros(2, 4))
+    halves.half = torch.nn.Parameter(halves.whole.data[0])
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    dmalane.torch.save_file({"half": torch.ones(4)}, half)
+    dmalane.torch.save_file({"whole": torch.ones(2, 4)}, whole)
+    with pytest.raises(RuntimeError, match="missing in the file: whole"):
+        dmalane.torch.load_model(halves, half)
+    assert dmalane.torch.load_model(halves, whole) == ([], [])
     block = torch.zeros(8)
     with pytest.raises(RuntimeError, match="'x', 'y' share memory.*save_model"):
         dmalane.torch.save_file({"x": block[:5], "y": block[4:]}, tmp_path / "z")

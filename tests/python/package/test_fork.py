@@ -44,7 +44,11 @@ if child == 0:
     # Memory is a copy of its own, and files are opened as ever.
     if tensors[name].tobytes() != lent.tobytes() or dmalane.load_file(path, "bytes")[name].tobytes() != lent.tobytes():
         wrong.append("memory")
-    f.close()
+    # What tells what it is, and the ends of `with`.
+    if path not in repr(f):
+        wrong.append(repr(f))
+    with f, registered:
+        pass
     del uses, use, stream, f, device, on_device, registered, lent, tensors
     import gc; gc.collect()
     print(wrong or "refused", flush=True)
@@ -87,3 +91,37 @@ def test_workers_that_are_forked_open_for_themselves(model):
     command = [sys.executable, "-c", textwrap.dedent(program), str(model[0])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "[48, 192]\n", done.stderr
+
+
+def test_a_child_waits_for_no_thread_of_its_parent(tmp_path):
+    """Whatever the threads of the parent are in the middle of, memory comes and goes in the child."""
+    import numpy as np
+
+    path = tmp_path / "m.safetensors"
+    dmalane.save_file({f"t{i:03}": np.zeros(4096, "u1") for i in range(200)}, path)
+    program = """
+        import os, signal, sys, threading
+        import dmalane
+
+        f = dmalane.safe_open(sys.argv[1], "bytes", memory_limit="1GiB")
+        lent = [f.get_tensor(name) for name in f.keys()]
+        def read():
+            while True:
+                f.get_tensor("t000")
+        for _ in range(3):
+            threading.Thread(target=read, daemon=True).start()
+        for i in range(80):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)
+                lent.clear()
+                os._exit(len(dmalane.load_file(sys.argv[1], "bytes")) != 200)
+            _, status = os.waitpid(child, 0)
+            if status:
+                print(f"child {i}: {status}", flush=True)
+                os._exit(1)
+        os._exit(0)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

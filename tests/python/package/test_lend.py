@@ -222,6 +222,10 @@ def test_a_bad_file_says_where(tmp_path, model):
         dmalane.load_file(tmp_path / "missing.safetensors")
     assert error.value.errno == 2 and error.value.path.endswith("missing.safetensors")
     assert isinstance(error.value, FileNotFoundError) and error.value.filename == error.value.path
+    # A path that could be the name of a model, too.
+    with pytest.raises(FileNotFoundError, match="has no such model") as missing:
+        dmalane.load_file("nowhere/m.safetensors")
+    assert isinstance(missing.value, dmalane.FileMissingError) and missing.value.errno == 2
     import copy
     import pickle
 
@@ -353,3 +357,23 @@ def test_nothing_that_is_optional_is_imported():
     assert done.stdout == "[]\n", done.stderr
     package = Path(dmalane.__file__).parent
     assert (package / "py.typed").exists()
+
+
+def test_others_run_while_a_report_looks_into_files(tmp_path):
+    """A file that does not open before somebody writes to it stands for one of a slow file system."""
+    path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [4], b"1234")})
+    done = run(
+        """
+        import os, sys, threading
+        import dmalane
+
+        f = dmalane.safe_open(sys.argv[1])
+        os.remove(sys.argv[1])
+        os.mkfifo(sys.argv[1])
+        timer = threading.Timer(0.1, lambda: open(sys.argv[1], "w").close())
+        timer.start()
+        f.report()
+        """,
+        path,
+    )
+    assert done.returncode == 0, done.stderr

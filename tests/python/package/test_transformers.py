@@ -172,8 +172,16 @@ def state():
     own = [(m.__name__, name, value) for m in modules for name, value in list(vars(m).items()) if callable(value)]
     return {{(module, name): value for module, name, value in own if any(value is one for one in before)}}
 
+# A module that is imported when something is asked of it, and what is no module.
+import importlib.util, types
+spec = importlib.util.find_spec("this")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+sys.modules["this"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["this"])
+sys.modules["odd"] = types.SimpleNamespace(__name__=None)
 was = state()
 first = patch()
+assert type(sys.modules.pop("this")).__name__ == "_LazyModule" and sys.modules.pop("odd")
 assert safetensors.safe_open is not before[0] and not state(), state()
 assert set(first.places) == {{".".join(place) for place in was}}, first.places
 assert "transformers.modeling_utils.safe_open" in first.places and "safetensors.torch.load_file" in repr(first)

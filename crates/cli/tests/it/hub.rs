@@ -49,6 +49,10 @@ fn a_model_of_the_cache_is_named_and_verified_by_its_name() {
         let output = run(args);
         assert!(output.status.success(), "{args}: {}", text(&output));
     }
+    // As a service has it, without a shell.
+    let line = format!("env HOME={} HF_HUB_CACHE='~' $DMALANE load org/name", cache.path().display());
+    let output = dmalane(&line, cache.path());
+    assert!(output.status.success(), "{}", text(&output));
     let path = blob.display().to_string();
     let (loaded, verified) = (run(&format!("load {path}")), run(&format!("verify {path} --json")));
     assert!(text(&loaded).contains("Loaded 5 tensors"), "{}", text(&loaded));

@@ -5,7 +5,7 @@
 //! (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 use super::{Heap, HeapCapabilities, Reserved};
 use crate::account::{Account, Counters};
@@ -21,7 +21,8 @@ const SLAB_UP_TO: usize = HUGE / 2;
 /// about the same size has its pages already.
 ///
 /// A buffer returns to the pool when its last reference is dropped. An exported buffer does not, since another process
-/// may still have it mapped. Buffers that outlive their pool are freed.
+/// may still have it mapped. Buffers that outlive their pool are freed. Nothing waits for another thread that uses the
+/// cache at that moment: it does without. In a child of `fork` that thread may not exist.
 #[derive(Clone)]
 pub struct Pool(Arc<Shelf>);
 
@@ -77,9 +78,18 @@ impl Shelf {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The cache, unless another thread uses it.
+    fn idle(&self) -> Option<MutexGuard<'_, Cached>> {
+        match self.cached.try_lock() {
+            Ok(cached) => Some(cached),
+            Err(TryLockError::Poisoned(cached)) => Some(cached.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
     /// Takes the best-fitting cached buffer, at most an eighth larger than `len`; the most recently used among equals.
     fn take(&self, len: usize) -> Option<(Region, PageBacking)> {
-        let mut cached = self.cached();
+        let mut cached = self.idle()?;
         let most = len.saturating_add(len / 8);
         let fits = cached.buffers.iter().enumerate().filter(|(_, (region, _))| (len..=most).contains(&region.len()));
         let best = fits.rev().min_by_key(|(_, (region, _))| region.len()).map(|(i, _)| i);
@@ -112,7 +122,7 @@ impl Shelf {
         let (region, backing) = huge.into_region();
         let mut fragments = region.cut(len).ok()?.into_iter();
         let first = fragments.next()?;
-        let mut cached = self.cached();
+        let Some(mut cached) = self.idle() else { return Some((first, backing)) };
         // Leave room in the cache for the first fragment when it returns.
         let mut freed = Vec::new();
         for fragment in fragments {
@@ -150,7 +160,7 @@ impl Cached {
 
 impl Recycle for Shelf {
     fn recycle(&self, region: Region, backing: PageBacking, present: bool) {
-        let mut cached = self.cached();
+        let Some(mut cached) = self.idle() else { return };
         if !present || region.len() > self.limit {
             cached.stats.freed += 1;
             drop(cached); // unmaps, without the lock
@@ -185,10 +195,11 @@ impl Heap for Pool {
             Ok(reserved) => reserved,
             Err(e) => {
                 // Free the cached memory and try again.
-                if self.pool_stats().cached == 0 {
+                let freed = self.0.idle().map_or(Vec::new(), |mut cached| cached.shrink(0));
+                if freed.is_empty() {
                     return Err(e);
                 }
-                self.trim(0);
+                drop(freed);
                 self.0.heap.reserve(len)?
             }
         };

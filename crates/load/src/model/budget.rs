@@ -1,8 +1,10 @@
 //! A limit of memory that readers share, and what they have taken of it.
 
-use crate::error::Error;
+use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use crate::error::Error;
 
 /// How often a reader that waits for memory looks whether it was cancelled.
 const EVERY: Duration = Duration::from_millis(40);
@@ -10,6 +12,8 @@ const EVERY: Duration = Duration::from_millis(40);
 /// A limit of memory, and how much of it is in use.
 pub(super) struct Budget {
     limit: u64,
+    /// The process that reads within it.
+    process: u32,
     state: Mutex<State>,
     freed: Condvar,
 }
@@ -29,6 +33,10 @@ pub(super) struct Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
+        // In a child of `fork` nobody reads within it, and the thread that has the lock may not exist.
+        if process::id() != self.budget.process {
+            return;
+        }
         self.budget.state().used -= self.bytes;
         self.budget.freed.notify_all();
     }
@@ -36,7 +44,7 @@ impl Drop for Charge {
 
 impl Budget {
     pub fn new(limit: u64) -> Arc<Self> {
-        Arc::new(Self { limit, state: Mutex::default(), freed: Condvar::new() })
+        Arc::new(Self { limit, process: process::id(), state: Mutex::default(), freed: Condvar::new() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -65,15 +65,16 @@ impl ModelFile {
         Ok(Self { path, contents, identity, kept, listed, select: None, behind, expected: None })
     }
 
-    /// Bytes of its tensors that the file system has no blocks for, or none that were written.
+    /// Bytes of its tensors that the file system has no blocks for, or none that were written. 0 where the file is not
+    /// the one that was parsed.
     pub(super) fn hole(&self) -> u64 {
-        let file = match &self.kept {
-            Some(file) => file.try_clone(),
-            None => File::open(&self.path),
-        };
-        let Ok(file) = file else { return 0 };
+        let Ok(OpenFile { file, .. }) = self.open() else { return 0 };
         let tensors = self.contents.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
-        holes(&file, tensors)
+        // The position may be someone else's too.
+        let position = rustix::fs::tell(&file);
+        let bytes = holes(&file, tensors);
+        let _ = position.map(|at| rustix::fs::seek(&file, SeekFrom::Start(at)));
+        bytes
     }
 
     /// Leaves out the tensors that an index does not list for it, and those that are not selected.

@@ -71,7 +71,12 @@ impl<'a> Name<'a> {
 
 /// The folder of the cache, as `huggingface_hub` finds it; `None` without a home.
 pub(super) fn cache() -> Option<PathBuf> {
-    let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let var = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    // Services and containers set variables without a shell, which would have replaced the `~`.
+    let set = |name| match var(name)? {
+        path if path.starts_with("~") => Some(var("HOME")?.join(path.strip_prefix("~").ok()?)),
+        path => Some(path),
+    };
     let home =
         || set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache"))).map(|dir| dir.join("huggingface"));
     set("HF_HUB_CACHE").or_else(|| Some(set("HF_HOME").or_else(home)?.join("hub")))

@@ -650,6 +650,25 @@ fn binds_that_a_driver_may_still_make_keep_their_memory() {
     assert!(memories >= 1 && buffers >= 2 && semaphores >= 2, "{:?}", left(&live));
 }
 
+#[test]
+fn memory_that_a_failed_call_may_have_left_bound_stays_too() {
+    let Some(mut gpu) = Opened::new(true) else { return };
+    let [(first, _, table), (second, _, other)] = [(); 2].map(|()| gpu.allocate(1 << 20));
+    let space = gpu.device.address_space();
+    let range = space.reserve(&table, 1 << 20).unwrap();
+    space.apply(&[request(range.first(), &first, 0, 1 << 20)]).unwrap();
+    gpu.faults.fail_call("vkWaitSemaphores", vk::Result::TIMEOUT);
+    let failed = space.apply(&[request(range.first(), &second, 0, 1 << 20)]);
+    assert!(matches!(failed, Err(SpaceError::Invalidate(_))), "{failed:?}");
+    gpu.faults.heal();
+    let both = [table, other].map(|table| gpu.memory.free(table.segments()).unwrap());
+    let (faults, live) = (gpu.faults.clone(), gpu.live.clone());
+    faults.fail_for_good(vk::Result::ERROR_OUT_OF_HOST_MEMORY);
+    let Opened { queues, memory, registrar, device, .. } = gpu;
+    drop((queues, memory, registrar, device));
+    assert!(left(&live)[0] >= both.len() as u64, "{:?}", left(&live));
+}
+
 /// Numbers from a seed (SplitMix64).
 struct Random(u64);
 

@@ -144,8 +144,6 @@ pub(super) fn json(o: &Outcome) -> Report<'_> {
         "segments": r.segments,
         "iommu_leaves": iommu.map(|i| leaves(&i.leaves)),
         "iommu_tables": iommu.map(|i| i.tables),
-        "iotlb_hits": iommu.map(|i| i.hits),
-        "iotlb_misses": iommu.map(|i| i.misses),
         "faults": iommu.map(|i| i.faults),
     });
     let card = json!({
@@ -374,12 +372,10 @@ fn details(o: &Outcome) -> String {
     );
     let iommu = match &o.run.iommu {
         Some(i) => format!(
-            "{} in {}; {}; IOTLB {} hits, {} misses; {}",
+            "{} in {}; {}; {}",
             count(r.segments as usize, "segment"),
             leaves(&i.leaves),
             count(i.tables, "table"),
-            i.hits,
-            i.misses,
             count(i.faults as usize, "fault"),
         ),
         None => {
