@@ -5,6 +5,10 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use dmalane::load::Error;
+use dmalane::load::fill::FillError;
+use dmalane::{DeviceSpec, FileOptions, OpenOptions, open_file};
+
 const LARGE: u64 = 192 << 20;
 const LIMIT: u64 = 64 << 20;
 
@@ -36,7 +40,7 @@ fn refused(output: &Output) -> String {
 struct Cgroup(PathBuf);
 
 impl Cgroup {
-    fn new() -> Result<Self, String> {
+    fn new(bytes: u64) -> Result<Self, String> {
         let own = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
         let of = |controllers: &str| {
             let line = own.lines().find(|l| l.split(':').nth(1) == Some(controllers))?;
@@ -46,10 +50,10 @@ impl Cgroup {
             Some(path) => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", path),
             None => ("/sys/fs/cgroup", "memory.max", of("").ok_or("no memory cgroup")?),
         };
-        let dir = Path::new(mount).join(path).join(format!("dmalane-test-{}", std::process::id()));
+        let dir = Path::new(mount).join(path).join(format!("dmalane-test-{}-{bytes}", std::process::id()));
         fs::create_dir(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
         let cgroup = Self(dir);
-        let written = fs::write(cgroup.0.join(limit), LIMIT.to_string());
+        let written = fs::write(cgroup.0.join(limit), bytes.to_string());
         written.map_err(|e| format!("{}: {e}", cgroup.0.join(limit).display()))?;
         Ok(cgroup)
     }
@@ -63,7 +67,7 @@ impl Drop for Cgroup {
 
 #[test]
 fn a_memory_cgroup() {
-    let cgroup = match Cgroup::new() {
+    let cgroup = match Cgroup::new(LIMIT) {
         Ok(cgroup) => cgroup,
         Err(e) => return println!("SKIPPED: cannot make a memory cgroup: {e}"),
     };
@@ -90,6 +94,41 @@ fn a_memory_cgroup() {
     // A range that fits is read, though the whole file would not fit.
     let output = run(&join, "--range 16MiB..48MiB --buffered", file.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// What was freed has memory already, but only where it was.
+#[test]
+fn two_memories_of_a_device_after_each_other() {
+    const BYTES: u64 = 100 << 20;
+    const FILE: &str = "DMALANE_TEST_FILE";
+    if let Some(path) = std::env::var_os(FILE) {
+        let device: DeviceSpec = "soft,ddr=256MiB,hbm=256MiB".parse().unwrap();
+        let mut device = OpenOptions::default().open(&device).unwrap();
+        let mut load = |placement: &str| {
+            let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
+            let loaded = device.load(&mut inputs, &placement.parse().unwrap(), &mut |_| ())?;
+            device.unload(loaded)
+        };
+        load("ddr").unwrap();
+        load("ddr").unwrap();
+        let refused = load("hbm0").unwrap_err();
+        assert!(matches!(refused, Error::Fill(FillError::NoRoom { wanted: BYTES.., .. })), "{refused}");
+        return;
+    }
+    let cgroup = match Cgroup::new(220 << 20) {
+        Ok(cgroup) => cgroup,
+        Err(e) => return println!("SKIPPED: cannot make a memory cgroup: {e}"),
+    };
+    let file = file();
+    file.as_file().set_len(BYTES).unwrap();
+    let (procs, test) = (cgroup.0.join("cgroup.procs"), std::env::current_exe().unwrap());
+    let line = format!("echo $$ > {} || exit 99; exec {}", procs.display(), test.display());
+    let args = ["-c", &format!("{line} --exact two_memories_of_a_device_after_each_other")];
+    let output = Command::new("sh").args(args).env(FILE, file.path()).output().unwrap();
+    match output.status.code() {
+        Some(99) => println!("SKIPPED: cannot enter {}", cgroup.0.display()),
+        _ => assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stdout)),
+    }
 }
 
 #[test]
