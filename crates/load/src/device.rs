@@ -19,7 +19,7 @@ use dmalane_vm::{BindRequest, Bo};
 use crate::channels::Channels;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
-use crate::fill::{self, FillError, FillOptions, Staging};
+use crate::fill::{FillOptions, Staging};
 use crate::layout::{ALIGN, Layout, PAGE, VaRange};
 use crate::report::Report;
 use crate::timeline::Track;
@@ -356,26 +356,16 @@ impl OpenDevice {
         &mut self.queue
     }
 
-    /// Checks that this machine has memory for what goes to these places (address, bytes), and for `more` bytes beside
-    /// it, where the device's memory is of this machine and there from its first use on. Returns the places that have
-    /// memory once they were used.
-    ///
-    /// # Errors
-    /// [`FillError::NoRoom`]. Memory that cannot be counted on may still be there for a while, so it is asked for
-    /// before it is used: a full cgroup kills its processes instead of returning an error.
-    pub(crate) fn check_room(
-        &self,
-        places: impl Iterator<Item = (CardAddr, u64)>,
-        more: u64,
-    ) -> Result<Used, FillError> {
+    /// Bytes that this machine has yet to find memory for where these places (address, bytes) are used, and the places
+    /// that have memory after that; `None` unless the device's memory is of this machine and there from its first use
+    /// on. Memory that cannot be counted on may still be there for a while, so it is asked for before it is used: a
+    /// full cgroup kills its processes instead of returning an error.
+    pub(crate) fn to_come(&self, places: impl Iterator<Item = (CardAddr, u64)>) -> Option<(u64, Used)> {
+        let touched = self.device.counters().touched?;
         let mut used = self.used.clone();
-        if let Some(touched) = self.device.counters().touched {
-            let all = self.memory.regions().fold(0, |sum: u64, region| sum.saturating_add(region.span.len()));
-            let new = places.fold(0, |sum: u64, (at, len)| sum.saturating_add(used.add(at.bits(), len)));
-            let new = new.min(all.saturating_sub(touched));
-            fill::ask(new.saturating_add(more), "the device, whose memory is this machine's, and the buffers")?;
-        }
-        Ok(used)
+        let all = self.memory.regions().fold(0, |sum: u64, region| sum.saturating_add(region.span.len()));
+        let new = places.fold(0, |sum: u64, (at, len)| sum.saturating_add(used.add(at.bits(), len)));
+        Some((new.min(all.saturating_sub(touched)), used))
     }
 
     /// Counters of the device, where it has any.
