@@ -149,3 +149,15 @@ fn what_is_odd_about_a_file_is_noted() {
     std::fs::File::create(&whole).unwrap().set_len(1 << 20).unwrap();
     assert!(model.notes().is_empty(), "{:?}", model.notes());
 }
+
+#[test]
+fn a_pipe_that_took_the_place_of_a_file_is_told_and_waited_for_by_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    std::fs::write(&path, safetensors(&[("w", 1.0)])).unwrap();
+    let model = HostModel::open([&path], ModelOptions::default()).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let error = model.files()[0].open().unwrap_err().to_string();
+    assert!(error.contains("it was changed or replaced meanwhile"), "{error}");
+}

@@ -1,9 +1,9 @@
 //! A file of a model: its name, its header, and the hashes that it must have.
 
 use std::collections::BTreeSet;
-use std::fs::{File, Metadata};
+use std::fs::{self, File, Metadata};
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -112,15 +112,23 @@ impl ModelFile {
     /// [`Error::Changed`], [`Error::File`].
     pub fn open(&self) -> Result<OpenFile, Error> {
         let failed = |what, source| Error::File { path: self.path.clone(), what, source };
+        let same = |meta: Metadata| {
+            let (now, before) = (identity(&meta), self.identity);
+            // Writes to a block device change its time. The number of a file that is gone may be another's.
+            let device = meta.file_type().is_block_device() && (now.0, now.1) == (before.0, before.1);
+            let same = device || now == before;
+            same.then_some(()).ok_or(Error::Changed { path: self.path.clone(), before: before.2, now: now.2 })
+        };
         let file = match &self.kept {
             Some(file) => file.try_clone(),
-            None => File::open(&self.path),
+            None => {
+                // Before it is opened: a pipe that took its place would wait for a writer.
+                same(fs::metadata(&self.path).map_err(|e| failed("open it", e))?)?;
+                File::open(&self.path)
+            }
         };
         let file = file.map_err(|e| failed("open it", e))?;
-        let meta = file.metadata().map_err(|e| failed("read its size", e))?;
-        if meta.is_file() && identity(&meta) != self.identity {
-            return Err(Error::Changed { path: self.path.clone(), before: self.identity.2, now: meta.len() });
-        }
+        same(file.metadata().map_err(|e| failed("read its size", e))?)?;
         Ok(OpenFile::parsed(&self.path, file, self.contents.clone(), self.select.clone()))
     }
 
