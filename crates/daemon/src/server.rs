@@ -352,6 +352,27 @@ mod tests {
     }
 
     #[test]
+    fn who_has_all_descriptors_is_told_so_and_served_no_more() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
+        let (descriptors, me) = (server.state.accounts.descriptors.clone(), rustix::process::geteuid().as_raw());
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        // A quarter is the daemon's own, and of the rest a quarter is for other users.
+        let all = Charge::new(&descriptors, me, 36).unwrap();
+        // The administrator may look, and nothing else.
+        let error = Client::connect(ClientOptions::new(&path)).err().unwrap().to_string();
+        assert!(error.contains("limit of descriptors (LimitNOFILE="), "{error}");
+        status(&ClientOptions::new(&path)).unwrap();
+        drop(all);
+        drop(Client::connect(ClientOptions::new(&path)).unwrap());
+        drop(stop);
+        daemon.join().unwrap();
+    }
+
+    #[test]
     fn refusals_take_a_part_of_the_time() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
