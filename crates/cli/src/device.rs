@@ -150,9 +150,6 @@ fn file_hint(error: &FileDeviceError) -> Option<String> {
             _ => return None,
         },
         FileDeviceError::InUse(_) => "unmount it first: device memory is written",
-        FileDeviceError::ProbeAt { .. } => "for example file:PATH,probe-at=1MiB",
-        FileDeviceError::ProbeDamage { .. } => "load the driver anew; without ,probe-at pread and pwrite are used",
-        FileDeviceError::NotMemory { .. } => "name the file of each direction: file:PATH,c2h=PATH",
         FileDeviceError::NoDirect { .. } => "without ,direct it is used through the page cache",
         _ => return None,
     };

@@ -33,8 +33,7 @@ impl Failure {
     /// A failure with the error that caused it, and the errors that caused that one.
     pub fn because(message: impl Into<String>, cause: &(dyn Error + 'static)) -> Self {
         let mut failure = Self::new(message);
-        let mut next = Some(cause);
-        while let Some(error) = next {
+        for error in chain(cause) {
             let text = plain(&error.to_string());
             // Many errors repeat their source in their own message.
             if !failure.causes.last().unwrap_or(&failure.message).contains(&text) {
@@ -43,7 +42,6 @@ impl Failure {
             if let Some(io) = error.downcast_ref::<std::io::Error>() {
                 failure.hints.extend(help(io).map(str::to_owned));
             }
-            next = error.source();
         }
         failure
     }
@@ -57,15 +55,8 @@ impl Failure {
 
     /// Whether the kernel had no memory to give, somewhere below `error`.
     pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
-        let mut next = Some(error);
-        while let Some(error) = next {
-            let io = error.downcast_ref::<std::io::Error>();
-            if io.is_some_and(|e| e.kind() == std::io::ErrorKind::OutOfMemory) {
-                return true;
-            }
-            next = error.source();
-        }
-        false
+        let io = |error: &(dyn Error + 'static)| error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        chain(error).any(|error| io(error) == Some(std::io::ErrorKind::OutOfMemory))
     }
 
     /// Adds something that the user can do about it.
@@ -99,6 +90,11 @@ impl Failure {
         }
         text
     }
+}
+
+/// An error and what caused it.
+fn chain<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+    std::iter::successors(Some(error), |&error| error.source())
 }
 
 /// Fixes for some of the kernel's errors, whatever the request.

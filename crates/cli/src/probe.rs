@@ -1,11 +1,9 @@
 //! Reading what the kernel says about the machine, from a root that tests can replace.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-use dmalane::FileOptions;
-use dmalane::file::{FileQueue, Io, Mode};
 use rustix::fs::{Access, access};
 
 use crate::layout::plain;
@@ -17,25 +15,17 @@ const LIMIT: u64 = 1 << 20;
 /// The files of a machine. Paths are given as on the machine, from `/`.
 pub struct Probe {
     root: PathBuf,
-    /// Sets up a small io_uring for real; `None` for a machine that is only files: then `/proc` is believed.
-    pub ring: Option<fn() -> io::Result<()>>,
-}
-
-/// Sets up a ring to read this program with.
-fn ring() -> io::Result<()> {
-    let options = FileOptions { io: Io::Uring, mode: Mode::Buffered, depth: 1, ..FileOptions::default() };
-    FileQueue::open("/proc/self/exe", options).map(drop).map_err(io::Error::other)
 }
 
 impl Probe {
     /// The files of the machine whose `/` is at `root`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into(), ring: None }
+        Self { root: root.into() }
     }
 
-    /// This machine: its files, and its kernel's io_uring.
+    /// This machine.
     pub fn machine() -> Self {
-        Self { ring: Some(ring), ..Self::new("/") }
+        Self::new("/")
     }
 
     /// Where `path` really is: below the root, whatever it contains.
@@ -108,8 +98,6 @@ pub enum NodeState {
 
 /// Pins any amount of memory.
 pub const CAP_IPC_LOCK: u32 = 14;
-/// Root's own: among much else io_uring where it is restricted.
-pub const CAP_SYS_ADMIN: u32 = 21;
 
 #[cfg(test)]
 mod tests {

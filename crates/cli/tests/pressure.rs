@@ -1,9 +1,17 @@
 //! Reading under limits: an error with a reason, never the OOM killer.
 
 use std::fs;
+use std::ops::ControlFlow;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+
+use dmalane::addr::FileOffset;
+use dmalane::dma::{AnonHeap, Heap, PageKind, Pool};
+use dmalane::load::Error;
+use dmalane::load::fill::{BufferMemory, Extent, FillError, FillOptions, Job};
+use dmalane::queue::DeviceAddr;
+use dmalane::{DeviceSpec, FileOptions, OpenOptions, open_file};
 
 const LARGE: u64 = 192 << 20;
 const LIMIT: u64 = 64 << 20;
@@ -36,7 +44,7 @@ fn refused(output: &Output) -> String {
 struct Cgroup(PathBuf);
 
 impl Cgroup {
-    fn new() -> Result<Self, String> {
+    fn new(bytes: u64) -> Result<Self, String> {
         let own = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
         let of = |controllers: &str| {
             let line = own.lines().find(|l| l.split(':').nth(1) == Some(controllers))?;
@@ -46,10 +54,10 @@ impl Cgroup {
             Some(path) => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", path),
             None => ("/sys/fs/cgroup", "memory.max", of("").ok_or("no memory cgroup")?),
         };
-        let dir = Path::new(mount).join(path).join(format!("dmalane-test-{}", std::process::id()));
+        let dir = Path::new(mount).join(path).join(format!("dmalane-test-{}-{bytes}", std::process::id()));
         fs::create_dir(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
         let cgroup = Self(dir);
-        let written = fs::write(cgroup.0.join(limit), LIMIT.to_string());
+        let written = fs::write(cgroup.0.join(limit), bytes.to_string());
         written.map_err(|e| format!("{}: {e}", cgroup.0.join(limit).display()))?;
         Ok(cgroup)
     }
@@ -63,7 +71,7 @@ impl Drop for Cgroup {
 
 #[test]
 fn a_memory_cgroup() {
-    let cgroup = match Cgroup::new() {
+    let cgroup = match Cgroup::new(LIMIT) {
         Ok(cgroup) => cgroup,
         Err(e) => return println!("SKIPPED: cannot make a memory cgroup: {e}"),
     };
@@ -90,6 +98,65 @@ fn a_memory_cgroup() {
     // A range that fits is read, though the whole file would not fit.
     let output = run(&join, "--range 16MiB..48MiB --buffered", file.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Bytes of the file that a test in a cgroup of its own reads, and the variable with its name.
+const BYTES: usize = 100 << 20;
+const FILE: &str = "DMALANE_TEST_FILE";
+
+/// Runs a test of these again, in a memory cgroup.
+fn again_within(limit: u64, test: &str) {
+    let cgroup = match Cgroup::new(limit) {
+        Ok(cgroup) => cgroup,
+        Err(e) => return println!("SKIPPED: cannot make a memory cgroup: {e}"),
+    };
+    let file = file();
+    file.as_file().set_len(BYTES as u64).unwrap();
+    let (procs, program) = (cgroup.0.join("cgroup.procs"), std::env::current_exe().unwrap());
+    let line = format!("echo $$ > {} || exit 99; exec {} --exact {test}", procs.display(), program.display());
+    let output = Command::new("sh").args(["-c", &line]).env(FILE, file.path()).output().unwrap();
+    match output.status.code() {
+        Some(99) => println!("SKIPPED: cannot enter {}", cgroup.0.display()),
+        _ => assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stdout)),
+    }
+}
+
+/// What was freed has memory already, but only where it was.
+#[test]
+fn two_memories_of_a_device_after_each_other() {
+    let Some(path) = std::env::var_os(FILE) else {
+        return again_within(220 << 20, "two_memories_of_a_device_after_each_other");
+    };
+    let device: DeviceSpec = "soft,ddr=256MiB,hbm=256MiB".parse().unwrap();
+    let mut device = OpenOptions::default().open(&device).unwrap();
+    let mut load = |placement: &str| {
+        let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
+        let loaded = device.load(&mut inputs, &placement.parse().unwrap(), &mut |_| ())?;
+        device.unload(loaded)
+    };
+    load("ddr").unwrap();
+    load("ddr").unwrap();
+    let refused = load("hbm0").unwrap_err();
+    assert!(matches!(refused, Error::Fill(FillError::NoRoom { .. })), "{refused}");
+}
+
+#[test]
+fn buffers_that_have_their_memory_need_no_more() {
+    let Some(path) = std::env::var_os(FILE) else {
+        return again_within(280 << 20, "buffers_that_have_their_memory_need_no_more");
+    };
+    let mut device = OpenOptions::default().open(&"ram:128MiB".parse().unwrap()).unwrap();
+    let place = device.memory_mut().reserve(BYTES as u64).unwrap().first();
+    let pool = Pool::new(AnonHeap::starting_at(PageKind::Base), 2 * BYTES);
+    pool.allocate(BYTES).unwrap().fill(1);
+    assert_eq!(pool.pool_stats().cached, BYTES);
+    let extent = Extent { source: 0, at: FileOffset::new(0), len: BYTES as u64, buffer: 0, to: 0 };
+    let job = Job { buffers: vec![BYTES as u64], extents: vec![extent] };
+    let mut workers = [vec![open_file(&path, FileOptions::default()).unwrap().queue]];
+    let (places, options) = ([DeviceAddr::Card(place)], FillOptions::default());
+    let memory = BufferMemory::of(&pool);
+    let mut watch = |_| ControlFlow::Continue(());
+    device.fill(memory, &places, &job, &mut workers, &options, &mut watch).unwrap();
 }
 
 #[test]

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu,
-    Region,
+    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, HostHeap,
+    NoIommu, Region,
 };
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::gpu::Gpu;
 use crate::queue::CudaQueue;
 use crate::space::{Binds, MapSpace};
-use crate::sys::{BackToBack, Context, Driver, PinnedMemory, Registered, Window};
+use crate::sys::{BackToBack, Context, Driver, PinnedMemory, Pins, Registered, Window};
 use crate::vram::Vram;
 
 /// The GPUs of this machine, by the driver's library as [`CudaDevice::open`] finds it. No context is created.
@@ -33,7 +33,7 @@ pub struct CudaDevice {
     // In the order in which they must go: queues wait, memory is unmapped, the context is released.
     queue: Option<CudaQueue>,
     space: Box<dyn AddressSpace>,
-    registrar: NoIommu,
+    registrar: Pins,
     window: Arc<Window>,
     context: Arc<Context>,
     gpu: Gpu,
@@ -148,14 +148,15 @@ fn registration_refused(context: &Arc<Context>) -> Result<Option<String>, Error>
 
 /// Pins host memory where the GPU can. Else there is a heap of memory that the driver has pinned; other memory it
 /// copies through memory of its own.
-fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
+fn registrar(context: &Arc<Context>, pins: bool) -> Pins {
     let context = context.clone();
-    match pins {
-        true => NoIommu::calling(move |buffer, range| Ok(Box::new(Registered::new(&context, buffer, range)?))),
-        false => NoIommu::preferring(Arc::new(DriverHeap::new("cuMemHostAlloc", move |len| {
-            Ok(Box::new(PinnedMemory::allocate(&context, len)?))
-        }))),
+    if pins {
+        return NoIommu::calling(HostHeap::Any, move |buffer, range| {
+            Ok(Some(Registered::new(&context, buffer, range)?))
+        });
     }
+    let allocate = move |len| Ok(Box::new(PinnedMemory::allocate(&context, len)?) as _);
+    NoIommu::calling(HostHeap::Faster(Arc::new(DriverHeap::new("cuMemHostAlloc", allocate))), |_, _| Ok(None))
 }
 
 fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {

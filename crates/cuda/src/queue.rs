@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dmalane_device::NoIommu;
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueState, Refused,
     StopReason, Ticket, Waiting, Work, wait_with,
@@ -13,7 +12,7 @@ use dmalane_queue::{
 
 use crate::Error;
 use crate::plan::{self, Step};
-use crate::sys::{Attribute, Context, Stream};
+use crate::sys::{Attribute, Context, Pins, Stream};
 
 /// Operations in flight, at most.
 const CAPACITY: usize = 256;
@@ -36,7 +35,7 @@ pub(crate) struct CudaQueue {
     early: BTreeMap<u64, Completion>,
     /// For each stream: it waits for what was begun on the other before the operation of this number.
     ordered: [u64; 2],
-    registrar: NoIommu,
+    registrar: Pins,
     limits: Limits,
     longest_pitch: u64,
     waiting: Waiting,
@@ -84,7 +83,7 @@ impl Uses {
 
 impl CudaQueue {
     /// A queue on streams of its own. Host memory is registered by `registrar`; no operation is longer than `max_len`.
-    pub(crate) fn new(context: &Arc<Context>, registrar: NoIommu, max_len: u64) -> Result<Self, Error> {
+    pub(crate) fn new(context: &Arc<Context>, registrar: Pins, max_len: u64) -> Result<Self, Error> {
         let longest = context.attribute(Attribute::MaxPitch);
         Ok(Self {
             streams: [Stream::new(context)?, Stream::new(context)?],

@@ -223,7 +223,7 @@ pub(crate) use back_to_back::BackToBack;
 #[cfg(feature = "by-hand")]
 pub use by_hand::PlainBinds;
 pub(crate) use context::Context;
-pub(crate) use host::{PinnedMemory, Registered};
+pub(crate) use host::{PinnedMemory, Pins, Registered};
 pub(crate) use stream::Stream;
 pub(crate) use window::Window;
 

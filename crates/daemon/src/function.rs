@@ -125,7 +125,7 @@ impl Function {
     pub(crate) fn count_into(&self, row: &mut ClientStatus) {
         let (h2c, c2h) = self.link_bytes();
         (row.h2c, row.c2h, row.in_flight) = (h2c, c2h, self.in_flight());
-        [row.iotlb_hits, row.iotlb_misses, row.faults] = self.host.translations();
+        row.faults = self.host.faults();
     }
 
     /// The sum of [`Function::link_bytes`].

@@ -4,7 +4,7 @@ use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Protocol version of this crate.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// "DMLD": the first field of a hello request.
 pub const MAGIC: u64 = 0x444c_4d44;
 /// Most bytes of a message.
@@ -394,10 +394,6 @@ pub struct ClientStatus {
     pub errors: u64,
     /// Descriptors that its queues were given and have not completed.
     pub in_flight: u64,
-    /// Translations found in the IOTLBs of its function.
-    pub iotlb_hits: u64,
-    /// Translations that needed a walk.
-    pub iotlb_misses: u64,
     /// Accesses of its function to memory that was not mapped for it.
     pub faults: u64,
 }
@@ -489,7 +485,7 @@ mod tests {
             )
             .is_err()
         );
-        assert_eq!((size_of::<StatusAnswer>(), size_of::<ClientStatus>(), size_of::<HelloAnswer>()), (88, 112, 48));
+        assert_eq!((size_of::<StatusAnswer>(), size_of::<ClientStatus>(), size_of::<HelloAnswer>()), (88, 96, 48));
         let status = size_of::<MessageHeader>() + size_of::<StatusAnswer>() + MAX_ROWS * size_of::<ClientStatus>();
         assert!(status <= MAX_MESSAGE, "{status}");
     }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use dmalane_addr::Access;
 use dmalane_dma::{BufferSlice, Heap, Registrar, VolatileSlice};
 use dmalane_queue::{
-    Capabilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered,
-    RunError, StopReason, drain, run,
+    Capabilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Registered, RunError,
+    drain, run,
 };
 use thiserror::Error;
 
@@ -28,15 +28,7 @@ pub enum IoError {
     /// Host memory or its registration.
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
-    /// The queue did not take the operation.
-    #[error("{at:?}: {reason}")]
-    Refused {
-        /// Where on the device it begins.
-        at: DeviceAddr,
-        /// Why.
-        reason: Refusal,
-    },
-    /// The operation failed.
+    /// An operation was refused, failed or did not end in time; a device that has not let go of the buffer keeps it.
     #[error("{at:?}: {error}")]
     Failed {
         /// Where on the device it begins.
@@ -44,15 +36,6 @@ pub enum IoError {
         /// How.
         error: OpError,
     },
-    /// The operation did not end in time. The device still has the buffer; a new one is needed.
-    #[error("the operation did not end within {0:?}")]
-    TimedOut(Duration),
-    /// The queue has halted, and its device has not let go of the buffer; a new one is needed.
-    #[error("the queue has halted: {0}")]
-    Halted(#[source] StopReason),
-    /// Other operations were in flight on the queue.
-    #[error("other operations are in flight")]
-    Busy,
     /// An earlier operation has kept the buffer; a new one is needed.
     #[error("the device has not given the buffer back")]
     Lost,
@@ -211,16 +194,10 @@ impl Bounce {
 }
 
 fn place(at: DeviceAddr, offset: u64) -> Result<DeviceAddr, IoError> {
-    at.advance(offset).ok_or(IoError::Refused { at, reason: Refusal::PastTheTop })
+    at.advance(offset).ok_or(IoError::Failed { at, error: OpError::Refused(Refusal::PastTheTop) })
 }
 
 /// The error of an operation, and its buffer if that came back.
-fn failed(error: RunError<DeviceAddr>, at: DeviceAddr) -> (IoError, Option<BufferSlice>) {
-    match error {
-        RunError::Refused(Refused { operation, reason }) => (IoError::Refused { at, reason }, operation.into_slice()),
-        RunError::Failed(operation, error) => (IoError::Failed { at, error }, operation.into_slice()),
-        RunError::TimedOut(after) => (IoError::TimedOut(after), None),
-        RunError::Halted(reason) => (IoError::Halted(reason), None),
-        RunError::Busy => (IoError::Busy, None),
-    }
+fn failed(RunError { operation, error }: RunError<DeviceAddr>, at: DeviceAddr) -> (IoError, Option<BufferSlice>) {
+    (IoError::Failed { at, error }, operation.and_then(Operation::into_slice))
 }

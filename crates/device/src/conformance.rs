@@ -213,8 +213,7 @@ fn impossible_operations_come_back(device: &mut dyn Device, align: u64) {
                 let host = taken.host(&bytes);
                 let operation = Operation::copy(direction, host, DeviceAddr::Card(*at));
                 let slice = match run(&mut *taken.queues[queue], operation, LONG) {
-                    Err(RunError::Failed(operation, _)) => operation.into_slice(),
-                    Err(RunError::Refused(refused)) => refused.operation.into_slice(),
+                    Err(RunError { operation: Some(operation), .. }) => operation.into_slice(),
                     // Memory that belongs to the device itself may be there, of which it says nothing.
                     Ok(operation) if at.bits() < 1 << 62 => operation.into_slice(),
                     other => panic!("{direction:?} at {at}: {other:?}"),
@@ -229,8 +228,9 @@ fn impossible_operations_come_back(device: &mut dyn Device, align: u64) {
             let (slice, _) = taken.host(&bytes);
             match run(&mut *taken.queues[queue], Operation::copy(direction, slice, first), LONG) {
                 Ok(operation) => assert_eq!(operation.bytes(), bytes.len() as u64),
-                Err(RunError::Refused(refused)) => assert_eq!(refused.reason, Refusal::NotRegistered),
-                Err(other) => panic!("{direction:?} without a registration: {other}"),
+                Err(RunError { error, .. }) => {
+                    assert_eq!(error, OpError::Refused(Refusal::NotRegistered), "{direction:?}");
+                }
             }
             let (slice, via) = taken.host(&bytes);
             let empty = slice.split_at(0).unwrap().0;
@@ -381,15 +381,12 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
         let expected = &bytes[(half - align) as usize..][..2 * align as usize];
         assert!(taken.read(queue, odd, 2 * align).unwrap() == expected);
         let denied = run_write(&mut taken, queue, at, &bytes[..4096]);
-        assert!(matches!(denied, Err(RunError::Failed(..) | RunError::Refused(_))), "it is bound for reading");
+        assert!(denied.is_err_and(|e| e.operation.is_some()), "it is bound for reading");
     }
     taken.device.address_space().release(range).unwrap();
     for queue in 0..taken.queues.len() {
         let gone = taken.read(queue, at, 4096);
-        assert!(
-            matches!(gone, Err(RunError::Failed(..) | RunError::Refused(_))),
-            "what was unbound is not seen by queue {queue}: {gone:?}"
-        );
+        assert!(gone.is_err_and(|e| e.operation.is_some()), "what was unbound is not seen by queue {queue}");
     }
     let space = taken.device.address_space();
     space.release(other).unwrap();
@@ -456,12 +453,12 @@ fn programs_see_what_is_bound(device: &mut dyn Device) {
     assert!(read(&mut *programs, &taken, 0, whole).unwrap() == bytes, "what has changed meanwhile");
     // It takes no writes, no memory that is not registered, and no address where nothing is.
     let refused = run(&mut *programs, Operation::write(taken.host(&bytes[..16]), at), LONG);
-    assert!(matches!(refused, Err(RunError::Refused(_))), "{refused:?}");
+    assert!(matches!(refused, Err(RunError { error: OpError::Refused(_), .. })), "{refused:?}");
     let unregistered = run(&mut *programs, Operation::read(taken.host(&bytes[..16]).0, at), LONG);
-    assert!(matches!(unregistered, Err(RunError::Refused(_) | RunError::Failed(..))), "{unregistered:?}");
+    assert!(matches!(unregistered, Err(RunError { operation: Some(_), .. })), "{unregistered:?}");
     let top = DeviceAddr::Card(CardAddr::new(u64::MAX - 4095));
     let nowhere = run(&mut *programs, Operation::read(taken.host(&bytes[..16]), top), LONG);
-    assert!(matches!(nowhere, Err(RunError::Failed(..))), "{nowhere:?}");
+    assert!(matches!(nowhere, Err(RunError { operation: Some(_), .. })), "{nowhere:?}");
     let flat = taken.device.address_space().kind() == AddressSpaceKind::Flat;
     taken.device.address_space().release(range).unwrap();
     assert!(flat || read(&mut *programs, &taken, 0, 16).is_err(), "nothing is bound there any more");

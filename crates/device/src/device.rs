@@ -129,10 +129,6 @@ pub struct IommuCounters {
     pub leaves: Vec<(PageSize, u64)>,
     /// Page tables.
     pub tables: usize,
-    /// Translations found in the IOTLB.
-    pub hits: u64,
-    /// Translations that needed a walk.
-    pub misses: u64,
     /// Accesses that were refused.
     pub faults: u64,
 }

@@ -1,7 +1,6 @@
 //! The registrar of devices that reach host memory without an IOMMU of ours: mapping only gives a registration its
 //! name, and calls the device's driver where it has one.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,61 +8,87 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{AnonHeap, BufferRef, Error, Heap, Mapping, PageKind, Pinned, Registrar, Undo};
 
-/// Registers memory for a device whose bytes are moved by this processor or by the kernel: nothing is pinned, unless a
-/// [driver](NoIommu::calling) does that.
+/// Registers memory for a device whose bytes are moved by this processor, by the kernel or by the device's driver.
+/// Nothing is pinned, unless the driver does that when it is [called](NoIommu::calling).
 ///
 /// IOVAs are only names. No two registrations ever have the same, so that a queue can tell them apart.
-#[derive(Clone)]
-pub struct NoIommu(Arc<Names>);
+pub struct NoIommu<T = ()>(Arc<Names<T>>);
+
+/// Which host memory such a device reaches.
+pub enum HostHeap {
+    /// Any.
+    Any,
+    /// Any; the memory of this heap faster than other memory.
+    Faster(Arc<dyn Heap>),
+    /// The memory of this heap alone.
+    Only(Arc<dyn Heap>),
+}
 
 /// The names that are in use.
-struct Names {
-    state: Mutex<State>,
-    register: Option<Box<Register>>,
-    heap: Option<Arc<dyn Heap>>,
+struct Names<T> {
+    state: Mutex<State<T>>,
+    register: Box<Register<T>>,
+    heap: HostHeap,
 }
 
 /// Registers a range of a buffer with a driver; dropping the result undoes that.
-type Register = dyn Fn(&BufferRef, Range<usize>) -> Result<Box<dyn Any + Send>, Error> + Send + Sync;
+type Register<T> = dyn Fn(&BufferRef, Range<usize>) -> Result<T, Error> + Send + Sync;
 
-struct State {
+struct State<T> {
     iovas: RangeCache<Iova>,
     next: u64,
-    /// Live registrations, each with the value that the driver keeps for it.
-    live: BTreeMap<Iova, Option<Box<dyn Any + Send>>>,
+    /// Live ranges by their first name: bytes, and what the driver keeps for them.
+    live: BTreeMap<Iova, (u64, T)>,
 }
 
 /// As many addresses as user space has.
 const SPACE: u64 = 1 << 56;
 
 impl NoIommu {
-    /// A registrar of its own: registrations of another one are not known here.
+    /// A registrar of its own: registrations of another one are not known here. It calls no driver.
     pub fn new() -> Self {
-        Self::with(None, None)
+        Self::calling(HostHeap::Any, |_, _| Ok(()))
     }
+}
 
-    /// The same for a device that moves the memory of a heap faster than other memory.
-    pub fn preferring(heap: Arc<dyn Heap>) -> Self {
-        Self::with(None, Some(heap))
-    }
-
+impl<T: Send + 'static> NoIommu<T> {
     /// The same for a device whose driver registers host memory. `register` is called with each range that is mapped;
     /// its result is dropped when the registration ends, which is when no operation uses it any more.
     pub fn calling(
-        register: impl Fn(&BufferRef, Range<usize>) -> Result<Box<dyn Any + Send>, Error> + Send + Sync + 'static,
+        heap: HostHeap,
+        register: impl Fn(&BufferRef, Range<usize>) -> Result<T, Error> + Send + Sync + 'static,
     ) -> Self {
-        Self::with(Some(Box::new(register)), None)
-    }
-
-    fn with(register: Option<Box<Register>>, heap: Option<Arc<dyn Heap>>) -> Self {
         let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
         let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
-        let state = State { iovas, next: 0, live: BTreeMap::new() };
-        Self(Arc::new(Names { state: Mutex::new(state), register, heap }))
+        let state = Mutex::new(State { iovas, next: 0, live: BTreeMap::new() });
+        Self(Arc::new(Names { state, register: Box::new(register), heap }))
     }
 
     fn owner(&self) -> Arc<dyn Undo> {
         self.0.clone()
+    }
+
+    /// Calls `each` with what was registered behind a range of names, in their order: the value, and which bytes of its
+    /// range are meant. False when a part of it is not registered; `each` was called for what lies before that.
+    pub fn resolve(&self, names: Span<Iova>, mut each: impl FnMut(&T, Range<u64>)) -> bool {
+        let (state, mut at, mut left) = (self.0.lock(), names.first().bits(), names.len());
+        while left > 0 {
+            let Some((first, (len, held))) = state.live.range(..=Iova::new(at)).next_back() else { return false };
+            let within = at - first.bits();
+            let here = left.min(len.saturating_sub(within));
+            if here == 0 {
+                return false;
+            }
+            each(held, within..within + here);
+            (at, left) = (at + here, left - here);
+        }
+        true
+    }
+}
+
+impl<T> Clone for NoIommu<T> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
     }
 }
 
@@ -73,16 +98,25 @@ impl Default for NoIommu {
     }
 }
 
-impl Names {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl<T> Names<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes out what is registered first in a range.
+    fn take(&self, names: Span<Iova>) -> Option<T> {
+        let mut state = self.lock();
+        let first = *state.live.range(names.first()..=names.last()).next()?.0;
+        state.live.remove(&first).map(|(_, held)| held)
     }
 }
 
-impl Undo for Names {
+impl<T: Send> Undo for Names<T> {
     fn unmap(&self, lease: Lease<Iova>) -> bool {
         // The driver is called without the lock.
-        drop(self.lock().live.remove(&lease.span().first()));
+        while let Some(held) = self.take(lease.span()) {
+            drop(held);
+        }
         self.lock().iovas.free(lease);
         true
     }
@@ -90,7 +124,7 @@ impl Undo for Names {
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
 }
 
-impl Registrar for NoIommu {
+impl<T: Send + 'static> Registrar for NoIommu<T> {
     /// Pins nothing.
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
@@ -100,22 +134,22 @@ impl Registrar for NoIommu {
         Ok(Pinned::new(buffer.clone(), range, None, self.owner()))
     }
 
-    /// One buffer at a time.
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
-        let [pinned] = &mut list[..] else { return Err(Error::WholeBuffers) };
-        if !pinned.is_from(&self.0) {
-            return Err(Error::ForeignPin);
-        }
-        let len = (pinned.range().len() as u64).next_multiple_of(PageSize::SIZE_4K.bytes());
-        pinned.admit(access);
-        let register = self.0.register.as_ref();
-        let held = register.map(|register| register(pinned.reference(), pinned.range())).transpose()?;
+        // Before the driver can write: nobody may hold the bytes as a plain slice.
+        let bytes = Pinned::admit_all(&mut list, &self.0, access)?;
+        let register = |pinned: &Pinned| (self.0.register)(pinned.reference(), pinned.range());
+        let held = list.iter().map(register).collect::<Result<Vec<T>, _>>()?;
         let mut state = self.0.lock();
-        let first = Iova::new(state.next);
-        let span = Span::new(first, len).filter(|_| len > 0).ok_or(Error::BadLength(pinned.range().len()))?;
+        let mut at = Iova::new(state.next);
+        let len = bytes.checked_next_multiple_of(PageSize::SIZE_4K.bytes());
+        let span = len.and_then(|len| Span::new(at, len)).ok_or(Error::BadLength(bytes as usize))?;
         let lease = state.iovas.reserve(span)?;
-        state.next += len; // no overflow: the span lies in a space of 2^56
-        state.live.insert(first, held);
+        state.next += span.len(); // no overflow: the span lies in a space of 2^56
+        for (pinned, held) in list.iter().zip(held) {
+            let len = pinned.range().len() as u64;
+            state.live.insert(at, (len, held));
+            at = Iova::new(at.bits() + len);
+        }
         drop(state);
         Ok(Mapping::new(list, lease, access))
     }
@@ -124,13 +158,19 @@ impl Registrar for NoIommu {
         mapping.pinned().is_from(&self.0)
     }
 
+    fn only_own_heap(&self) -> bool {
+        matches!(self.0.heap, HostHeap::Only(_))
+    }
+
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
-        let other = || -> Arc<dyn Heap> { Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at)) };
-        self.0.heap.clone().unwrap_or_else(other)
+        match &self.0.heap {
+            HostHeap::Any => Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at)),
+            HostHeap::Faster(heap) | HostHeap::Only(heap) => heap.clone(),
+        }
     }
 }
 
-impl std::fmt::Debug for NoIommu {
+impl<T> std::fmt::Debug for NoIommu<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "NoIommu({} registered)", self.0.lock().live.len())
     }
@@ -161,9 +201,9 @@ mod tests {
     fn a_driver_holds_what_is_registered_and_its_refusal_registers_nothing() {
         let held = Arc::new(());
         let gives = held.clone();
-        let registrar = NoIommu::calling(move |_, range| match range.len() {
+        let registrar = NoIommu::calling(HostHeap::Any, move |_, range| match range.len() {
             4096 => Err(Error::BadLength(4096)),
-            _ => Ok(Box::new(gives.clone())),
+            _ => Ok(gives.clone()),
         });
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         assert!(Registered::of_range(&registrar, &buf.reference(), 0..4096, Access::RW).is_err());
@@ -173,6 +213,28 @@ mod tests {
         drop(registered);
         assert_eq!(Arc::strong_count(&held), before);
         assert!(buf.into_slice().with_bytes(|_| ()).is_some(), "the refused one lets no device write");
+    }
+
+    #[test]
+    fn a_list_has_names_in_a_row_behind_which_each_range_is_found() {
+        let registrar = NoIommu::calling(HostHeap::Any, |buffer, range| Ok((buffer.len(), range.start)));
+        let bufs = [8192, 12288].map(|len| AnonHeap::new().allocate(len).unwrap().share());
+        let pinned =
+            [(0, 4096..8192), (1, 0..12288)].map(|(i, range)| registrar.pin_range(&bufs[i].reference(), range));
+        let mapping = registrar.map_list(pinned.into_iter().collect::<Result<_, _>>().unwrap(), Access::RW).unwrap();
+        let span = mapping.span();
+        let behind = |span| {
+            let mut found = Vec::new();
+            let all = registrar.resolve(span, |held, bytes| found.push((*held, bytes)));
+            (all, found)
+        };
+        let (first, second) = ((8192, 4096), (12288, 0));
+        assert_eq!(behind(span), (true, vec![(first, 0..4096), (second, 0..12288)]));
+        assert_eq!(behind(span.sub(4000, 200).unwrap()), (true, vec![(first, 4000..4096), (second, 0..104)]));
+        let beyond = Span::new(span.first(), span.len() + 1).unwrap();
+        assert!(!behind(beyond).0, "nothing is registered there");
+        drop(mapping);
+        assert_eq!(behind(span), (false, vec![]));
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use thiserror::Error;
@@ -121,18 +120,6 @@ pub enum Fallback {
     /// The kernel refused to enter a ring that it had made.
     #[error("io_uring failed: {}", os(*.0))]
     RingFailed(i32),
-    /// [`FileDeviceOptions::probe_at`](crate::FileDeviceOptions::probe_at) names no address.
-    #[error("io_uring was not tried: that needs an offset (file:PATH,probe-at=OFFSET, FileDeviceOptions::probe_at)")]
-    NotProbed,
-    /// A probe of io_uring did not find what it should; its observation.
-    #[error("not io_uring: {0}")]
-    Probe(String),
-    /// No thread could be started.
-    #[error("cannot start a thread: {}", os(*.0))]
-    Thread(i32),
-    /// A request did not end in time.
-    #[error("no answer within {0:?}")]
-    NoAnswer(Duration),
 }
 
 fn os(errno: i32) -> io::Error {

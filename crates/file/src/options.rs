@@ -65,15 +65,15 @@ impl FileOptions {
     }
 }
 
-/// How a file is being read, or a file device is used, and why not better.
+/// How a file is being read, and why not better.
 ///
 /// io_uring is asked for at the first operation and direct I/O may be refused as late as at a read, so this can change
 /// while the queue is used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct How {
-    /// Aligned reads, and all requests to a device, go past the page cache.
+    /// Aligned reads go past the page cache.
     pub direct: bool,
-    /// Requests go through io_uring.
+    /// Reads go through io_uring.
     pub uring: bool,
     /// Why each thing that was asked for was not had; empty when all was well.
     pub reasons: Vec<Fallback>,
@@ -86,21 +86,12 @@ impl How {
     }
 }
 
-impl How {
-    /// With the calls that are made where io_uring is not used.
-    pub(crate) fn text(&self, calls: &str) -> String {
-        let cache = if self.direct { "direct I/O" } else { "buffered I/O" };
-        let calls = if self.uring { "io_uring" } else { calls };
-        let reasons: Vec<_> = self.reasons.iter().map(ToString::to_string).collect();
-        match &reasons[..] {
-            [] => format!("{cache}, {calls}"),
-            _ => format!("{cache}, {calls} ({})", reasons.join("; ")),
-        }
-    }
-}
-
 impl fmt::Display for How {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text("pread"))
+        let cache = if self.direct { "direct I/O" } else { "buffered I/O" };
+        let calls = if self.uring { "io_uring" } else { "pread" };
+        write!(f, "{cache}, {calls}")?;
+        let reasons: Vec<_> = self.reasons.iter().map(ToString::to_string).collect();
+        if reasons.is_empty() { Ok(()) } else { write!(f, " ({})", reasons.join("; ")) }
     }
 }

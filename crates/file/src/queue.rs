@@ -448,7 +448,7 @@ mod tests {
         let (file, _) = file();
         let Some(mut queue) = deceived(file.path(), Mode::Direct, Io::Auto) else { return };
         let failed = run(&mut queue, read_of(1, LEN - 1), LONG).unwrap_err();
-        let RunError::Failed(_, OpError::Io { at, errno }) = failed else { panic!("{failed}") };
+        let RunError { error: OpError::Io { at, errno }, .. } = failed else { panic!("{failed}") };
         assert_eq!((at.bits(), errno), (1, Errno::INVAL.raw_os_error()));
     }
 

@@ -57,7 +57,7 @@ pub(crate) enum Ask {
     Read,
     /// Fill the memory from the page cache, by `pread`: never put into a ring.
     ReadCached,
-    /// Write it out.
+    /// Write it out, by `pwrite`: never put into a ring.
     Write,
 }
 
@@ -196,12 +196,6 @@ impl Ring {
         })
     }
 
-    /// Asks the kernel to give up what it has not begun, without waiting.
-    pub fn cancel_all(&self) {
-        // Unknown before Linux 6.0; then the requests run to their end.
-        let _ = self.uring.submitter().register_sync_cancel(Some(Timespec::new()), CancelBuilder::any().all());
-    }
-
     /// Requests in the ring.
     pub fn busy(&self) -> usize {
         self.slots.len() - self.free.len()
@@ -217,16 +211,13 @@ impl Ring {
         self.dead
     }
 
-    /// Takes a request; gives it back when the ring is full. [`Ring::enter`] tells the kernel.
+    /// Takes a request to read; gives it back when the ring is full. [`Ring::enter`] tells the kernel.
     pub fn push(&mut self, request: Request) -> Result<(), Request> {
         let Some(slot) = self.free.pop() else { return Err(request) };
         let rest = request.rest();
         let (fd, ptr, at) = (Fd(request.file.as_raw_fd()), rest.as_ptr(), request.next());
         let len = u32::try_from(rest.len()).unwrap_or(1 << 30);
-        let entry = match request.ask {
-            Ask::Read | Ask::ReadCached => opcode::Read::new(fd, ptr, len).offset(at).build(),
-            Ask::Write => opcode::Write::new(fd, ptr, len).offset(at).build(),
-        };
+        let entry = opcode::Read::new(fd, ptr, len).offset(at).build();
         self.slots[slot] = Some(request);
         self.pushed.push_back(slot);
         // SAFETY: the entry names `len` bytes, checked by `VolatileSlice::sub` in `Request::rest`, and a descriptor;

@@ -1,5 +1,6 @@
 //! Open devices: memory, queues driven as one, and the files that are loaded onto them.
 
+use std::collections::BTreeMap;
 use std::ops::Index;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use dmalane_vm::{BindRequest, Bo};
 use crate::channels::Channels;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
-use crate::fill::{self, FillError, FillOptions, Staging};
+use crate::fill::{FillOptions, Staging};
 use crate::layout::{ALIGN, Layout, PAGE, VaRange};
 use crate::report::Report;
 use crate::timeline::Track;
@@ -74,10 +75,36 @@ pub struct OpenDevice {
     /// Tells this process's devices apart.
     number: u64,
     abandoned: u64,
+    /// Places of its memory that loads have used.
+    pub(crate) used: Used,
     next_bo: u64,
     pub(crate) resident: Resident,
     /// Stops a load when it is set.
     pub(crate) stop: Option<Arc<AtomicBool>>,
+}
+
+/// Ranges of addresses, apart from each other: the first of each, and the one behind its last.
+#[derive(Clone, Default)]
+pub(crate) struct Used(BTreeMap<u64, u64>);
+
+impl Used {
+    /// Adds a range, and returns how many of its addresses are new.
+    fn add(&mut self, first: u64, len: u64) -> u64 {
+        let end = first.saturating_add(len);
+        if end == first {
+            return 0;
+        }
+        let (mut whole, mut known) = ((first, end), 0);
+        while let Some((from, to)) = self.0.range(..=end).next_back().map(|(from, to)| (*from, *to))
+            && to >= first
+        {
+            self.0.remove(&from);
+            known += to.min(end) - from.max(first);
+            whole = (whole.0.min(from), whole.1.max(to));
+        }
+        self.0.insert(whole.0, whole.1);
+        end - first - known
+    }
 }
 
 /// The largest footprint seen.
@@ -267,6 +294,7 @@ impl OpenDevice {
             bounce: None,
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
             abandoned: 0,
+            used: Used::default(),
             next_bo: 1,
             resident: Resident::default(),
             stop: None,
@@ -328,18 +356,16 @@ impl OpenDevice {
         &mut self.queue
     }
 
-    /// Checks that this machine has memory for all that is allocated of a device whose memory is of this machine and
-    /// there from its first use on, and for `more` bytes beside it.
-    ///
-    /// # Errors
-    /// [`FillError::NoRoom`]. Memory that cannot be counted on may still be there for a while, so it is asked for
-    /// before it is used: a full cgroup kills its processes instead of returning an error.
-    pub fn check_room(&self, more: u64) -> Result<(), FillError> {
-        let Some(touched) = self.device.counters().touched else { return Ok(()) };
-        // What was freed is allocated again first.
+    /// Bytes that this machine has yet to find memory for where these places (address, bytes) are used, and the places
+    /// that have memory after that; `None` unless the device's memory is of this machine and there from its first use
+    /// on. Memory that cannot be counted on may still be there for a while, so it is asked for before it is used: a
+    /// full cgroup kills its processes instead of returning an error.
+    pub(crate) fn to_come(&self, places: impl Iterator<Item = (CardAddr, u64)>) -> Option<(u64, Used)> {
+        let touched = self.device.counters().touched?;
+        let mut used = self.used.clone();
         let all = self.memory.regions().fold(0, |sum: u64, region| sum.saturating_add(region.span.len()));
-        let to_come = all.saturating_sub(self.memory.free_bytes()).saturating_sub(touched);
-        fill::ask(to_come.saturating_add(more), "the device, whose memory is this machine's, and the buffers")
+        let new = places.fold(0, |sum: u64, (at, len)| sum.saturating_add(used.add(at.bits(), len)));
+        Some((new.min(all.saturating_sub(touched)), used))
     }
 
     /// Counters of the device, where it has any.
@@ -554,5 +580,27 @@ impl OpenDevice {
 impl std::fmt::Debug for OpenDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("OpenDevice").field("info", &self.info).field("memory", &self.memory).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::Used;
+
+    #[test]
+    fn addresses_are_new_once() {
+        let (mut used, mut model, mut x) = (Used::default(), BTreeSet::new(), 1u64);
+        for round in 0..2000 {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            if round % 40 == 0 {
+                (used, model) = (Used::default(), BTreeSet::new());
+            }
+            let (first, len) = (x >> 55, x >> 40 & 15);
+            let new = (first..first + len).filter(|at| model.insert(*at)).count();
+            assert_eq!(used.add(first, len), new as u64, "{first} {len}");
+        }
+        assert_eq!(Used::default().add(u64::MAX - 1, 5), 1, "no further than the top");
     }
 }

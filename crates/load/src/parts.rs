@@ -106,7 +106,8 @@ impl Targets for PartTargets<'_> {
     }
 
     fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
-        self.parts.in_file(buffer, range).try_for_each(|range| self.files.cut(buffer, range, max_len, out))
+        self.parts.in_file(buffer, range).for_each(|range| self.files[buffer].cut(range, max_len, out));
+        Ok(())
     }
 }
 

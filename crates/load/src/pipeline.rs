@@ -59,8 +59,15 @@ impl OpenDevice {
         let expected = manifest.expect(inputs.iter().map(|input| &*input.source.path).zip(lens))?;
         let mut files = parse.time(Stage::Parse, || self.place_files(inputs, placement))?.files;
         let largest = files.iter().map(|file| file.model.len).max().unwrap_or(0);
-        let room = self.check_room(self.staging.to_come(largest)).map_err(Error::from);
+        let places = files.iter().filter_map(|file| file.bo.as_ref()).flat_map(|bo| bo.sg().segments());
+        let to_come = self.to_come(places.map(|segment| (segment.addr, segment.len)));
+        let room = to_come.as_ref().map_or(Ok(()), |(new, _)| {
+            fill::ask(new.saturating_add(self.staging.to_come(largest)), fill::DEVICE_TOO).map_err(Error::from)
+        });
         let result = room.and_then(|()| self.stream(start, inputs, &mut files, &expected, progress));
+        if let (Ok(_), Some((_, used))) = (&result, to_come) {
+            self.used = used;
+        }
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
         let (clocks, transfers, bytes) = match result {
@@ -116,14 +123,22 @@ impl OpenDevice {
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
-        self.check_room(job.buffers.iter().fold(0, |sum: u64, len| sum.saturating_add(*len)))?;
+        let of_card = |(place, len): (&DeviceAddr, &u64)| match place {
+            DeviceAddr::Card(at) => Some((*at, *len)),
+            DeviceAddr::Va(_) => None,
+        };
+        let to_come = self.to_come(places.iter().zip(&job.buffers).filter_map(of_card));
         let registrar = self.registrar().clone();
         // A moment before the job begins: less than a timeline shows.
         options.epoch(Instant::now()).into_iter().for_each(|epoch| self.record_channels(epoch));
-        let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..memory };
+        let beside = to_come.as_ref().map_or(0, |(new, _)| *new);
+        let memory = BufferMemory { register: Some((&*registrar, Access::READ)), beside, ..memory };
         let (polled, processors) = (self.info.polled, self.info.processors);
         let sink = Sink::Device { polled, processors, queue: &mut self.queue, targets: &places };
         let mut filled = fill::fill(memory, sink, job, workers, options, watch)?;
+        if let Some((_, used)) = to_come {
+            self.used = used;
+        }
         if let Some(timeline) = &mut filled.report.timeline {
             timeline.tracks.extend(self.channel_tracks());
         }

@@ -5,7 +5,7 @@ use std::time::Instant;
 use dmalane_addr::FileOffset;
 use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
-use dmalane_queue::{DeviceQueue, OpError, Queue, QueueAddr, StopReason};
+use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
 
 use crate::again::Reread;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
@@ -53,9 +53,6 @@ impl OpenDevice {
                 Stopped::Sink(error) => return error,
                 Stopped::Read(IoError::Memory(source)) => return Error::Memory(source),
                 Stopped::Read(IoError::Failed { at, error }) => (at, error),
-                Stopped::Read(IoError::Refused { at, reason }) => (at, reason.into()),
-                Stopped::Read(IoError::Halted(reason)) => (at, OpError::Stopped(reason)),
-                Stopped::Read(IoError::TimedOut(time)) => (at, OpError::Stopped(StopReason::Timeout(time))),
                 Stopped::Read(other) => (at, broken(other)),
             };
             let (path, tensor) = (file.path.clone(), Some(loaded.tensor.name.clone()));

@@ -4,19 +4,16 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use dmalane_addr::{CardAddr, FileOffset};
-use dmalane_queue::{DeviceAddr, Refusal};
+use dmalane_queue::DeviceAddr;
 
 use crate::device::LoadedFile;
-use crate::fill::{Target, Targets};
+use crate::fill::Target;
 
-/// The bytes of tensors go to their places in device memory. Bytes of no tensor, such as the header, stay on the host.
-impl Targets for &[LoadedFile] {
-    fn buffers(&self) -> usize {
-        self.len()
-    }
-
-    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
-        let LoadedFile { model, layout, bo, .. } = &self[buffer];
+impl LoadedFile {
+    /// Cuts a range of the file into targets of at most `max_len` bytes each. The bytes of tensors go to their places
+    /// in device memory. Bytes of no tensor, such as the header, stay on the host.
+    pub(crate) fn cut(&self, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) {
+        let Self { model, layout, bo, .. } = self;
         let Range { start: mut at, end } = range;
         let first = model.index_at(FileOffset::new(at));
         for (tensor, place) in model.tensors.iter().zip(&layout.places).skip(first) {
@@ -48,7 +45,6 @@ impl Targets for &[LoadedFile] {
         if at < end {
             out.push_back(Target { len: end - at, to: None });
         }
-        Ok(())
     }
 }
 
@@ -97,7 +93,7 @@ mod tests {
             let mut cuts = VecDeque::new();
             let mut file = LoadedFile::new("model".into(), Arc::new(model), layout, 0);
             file.bo = Some(Arc::new(Bo::new(1, sg)));
-            (&std::slice::from_ref(&file)).cut(0, from..to, max, &mut cuts).unwrap();
+            file.cut(from..to, max, &mut cuts);
             let LoadedFile { model, layout, bo: Some(bo), .. } = &file else { unreachable!() };
             let mut at = from;
             for c in cuts {

@@ -4,26 +4,24 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::{Completion, OpError, Operation, Queue, Refused, StopReason};
+use crate::{Completion, OpError, Operation, Queue, Refusal, Refused, StopReason};
 
 /// Why [`run`] did not move the bytes.
 #[derive(Debug, Error)]
-pub enum RunError<A: std::fmt::Debug> {
-    /// The queue did not take the operation.
-    #[error(transparent)]
-    Refused(#[from] Refused<A>),
-    /// The operation failed; here it is back.
-    #[error("{1}")]
-    Failed(Operation<A>, #[source] OpError),
-    /// The operation did not end in time. The queue still owns the buffer.
-    #[error("the operation did not end within {0:?}")]
-    TimedOut(Duration),
-    /// The queue has halted, and its device has not let go of the buffer.
-    #[error("the queue has halted: {0}")]
-    Halted(#[source] StopReason),
-    /// Other operations were in flight; [`run`] needs a queue for itself.
-    #[error("other operations are in flight")]
-    Busy,
+#[error("{error}")]
+pub struct RunError<A: std::fmt::Debug> {
+    /// The operation, unless the queue still owns its buffers: it did not end in time, or the queue has halted and its
+    /// device has not let go of them.
+    pub operation: Option<Operation<A>>,
+    /// The failure: [`OpError::Refused`] for an operation that the queue did not take, [`OpError::Stopped`] for one
+    /// that it has not given back.
+    pub error: OpError,
+}
+
+impl<A: std::fmt::Debug> From<Refused<A>> for RunError<A> {
+    fn from(Refused { operation, reason }: Refused<A>) -> Self {
+        Self { operation: Some(operation), error: reason.into() }
+    }
 }
 
 /// Timeout within which a halted or stopped queue must end its operations. A device that still answers needs far less.
@@ -76,7 +74,8 @@ impl StallWatch {
     }
 }
 
-/// Runs one operation to its end on a queue that has no other in flight, and gives it back.
+/// Runs one operation to its end on a queue that has no other in flight (else it is [full](Refusal::Full)), and gives
+/// it back.
 ///
 /// # Errors
 /// [`RunError`].
@@ -86,7 +85,7 @@ pub fn run<Q: Queue + ?Sized>(
     timeout: Duration,
 ) -> Result<Operation<Q::Addr>, RunError<Q::Addr>> {
     if queue.in_flight() > 0 {
-        return Err(RunError::Busy);
+        return Err(Refused { operation, reason: Refusal::Full }.into());
     }
     let _only = queue.submit(operation)?;
     let mut done = Vec::new();
@@ -97,17 +96,15 @@ pub fn run<Q: Queue + ?Sized>(
         if queue.wait(&mut done, left.min(CHECK_EVERY)) > 0 {
             break;
         }
-        if let Some(why) = watch.lost(queue) {
-            return Err(RunError::Halted(why));
-        }
-        if left.is_zero() {
-            return Err(RunError::TimedOut(timeout));
+        let late = left.is_zero().then_some(StopReason::Timeout(timeout));
+        if let Some(why) = watch.lost(queue).or(late) {
+            return Err(RunError { operation: None, error: OpError::Stopped(why) });
         }
     }
     let Completion { operation, result, .. } = done.remove(0);
     match result {
         Ok(()) => Ok(operation),
-        Err(e) => Err(RunError::Failed(operation, e)),
+        Err(error) => Err(RunError { operation: Some(operation), error }),
     }
 }
 
@@ -257,7 +254,8 @@ mod tests {
     fn a_lost_queue_is_not_waited_for() {
         let begun = Instant::now();
         let mut queue = Fake { halted: Some(StopReason::Lost("gone".into())), ..Fake::default() };
-        assert!(matches!(run(&mut queue, operation(), LONG), Err(RunError::Halted(StopReason::Lost(_)))));
+        let RunError { operation: kept, error } = run(&mut queue, operation(), LONG).unwrap_err();
+        assert!(kept.is_none() && matches!(error, OpError::Stopped(StopReason::Lost(_))));
         assert!(drain(&mut queue, LONG).is_empty() && queue.in_flight() == 1);
         assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
         // One that runs is waited for as long as it takes, and its completions are returned.
@@ -275,8 +273,10 @@ mod tests {
         assert_eq!(run(&mut queue, operation(), Duration::ZERO).unwrap().bytes(), 8192);
         queue.ends = false;
         let timeout = Duration::from_millis(1);
-        assert!(matches!(run(&mut queue, operation(), timeout), Err(RunError::TimedOut(t)) if t == timeout));
-        assert!(matches!(run(&mut queue, operation(), LONG), Err(RunError::Busy)) && queue.in_flight() == 1);
+        let late = run(&mut queue, operation(), timeout).unwrap_err().error;
+        assert_eq!(late, OpError::Stopped(StopReason::Timeout(timeout)));
+        assert_eq!(run(&mut queue, operation(), LONG).unwrap_err().error, OpError::Refused(Refusal::Full));
+        assert_eq!(queue.in_flight(), 1);
         assert!(drain(&mut queue, timeout).is_empty(), "it does not end");
     }
 

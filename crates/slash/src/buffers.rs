@@ -3,14 +3,12 @@
 use std::any::Any;
 use std::io;
 use std::num::NonZeroUsize;
-use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dmalane_addr::Access;
-use dmalane_device::NoIommu;
-use dmalane_dma::{BufferRef, DriverHeap, Error as DmaError, Heap, Mapping, PageKind, Pinned, Registrar};
+use dmalane_device::{HostHeap, NoIommu};
+use dmalane_dma::{DriverHeap, Error as DmaError};
 
 use crate::Error;
 use crate::abi::{self, halves};
@@ -98,44 +96,12 @@ pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
     DriverHeap::new("slash", allocate).direct()
 }
 
-/// Registers buffers of the driver, which the card reaches already; all others are refused.
-pub(crate) struct OwnBuffers {
-    names: NoIommu,
-    heap: Arc<DriverHeap>,
-}
-
-impl OwnBuffers {
-    pub(crate) fn new(buffers: &Arc<Buffers>) -> Self {
-        let finds = buffers.clone();
-        let register = move |buffer: &BufferRef, range: Range<usize>| -> Result<Box<dyn Any + Send>, DmaError> {
-            match finds.find(buffer.address(), range.end) {
-                Some(_) => Ok(Box::new(())),
-                None => Err(DmaError::Backend(Box::new(Error::Foreign))),
-            }
-        };
-        Self { names: NoIommu::calling(register), heap: Arc::new(heap(buffers)) }
-    }
-}
-
-impl Registrar for OwnBuffers {
-    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, DmaError> {
-        self.names.pin_range(buffer, range)
-    }
-
-    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, DmaError> {
-        self.names.map_list(pinned, access)
-    }
-
-    fn owns(&self, mapping: &Mapping) -> bool {
-        self.names.owns(mapping)
-    }
-
-    fn only_own_heap(&self) -> bool {
-        true
-    }
-
-    /// The driver's pages are single ones, whatever is asked for.
-    fn heap(&self, _: Option<PageKind>) -> Arc<dyn Heap> {
-        self.heap.clone()
-    }
+/// Registers buffers of the driver, which the card reaches already; all others are refused. The driver's pages are
+/// single ones, whatever is asked for.
+pub(crate) fn registrar(buffers: &Arc<Buffers>) -> NoIommu {
+    let finds = buffers.clone();
+    NoIommu::calling(HostHeap::Only(Arc::new(heap(buffers))), move |buffer, range| {
+        let found = finds.find(buffer.address(), range.end);
+        found.map(drop).ok_or_else(|| DmaError::Backend(Box::new(Error::Foreign)))
+    })
 }

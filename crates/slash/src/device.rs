@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, NoIommu, Region};
 use dmalane_dma::{Heap as _, Registrar};
 use dmalane_queue::DeviceQueue;
 
 use crate::Error;
 use crate::abi::{self, MAX_RANGES};
-use crate::buffers::{OwnBuffers, heap, page};
+use crate::buffers::{heap, page, registrar};
 use crate::card::{Card, Info};
 use crate::kernel::{Handle, Kernel, Request};
 use crate::queue::SlashQueue;
@@ -91,7 +91,7 @@ pub struct SlashDevice {
     info: Info,
     notes: Vec<String>,
     regions: [Region; 3],
-    registrar: Arc<OwnBuffers>,
+    registrar: NoIommu,
     space: FlatSpace,
     /// The card's memory that the queues may use.
     reach: Arc<Reach>,
@@ -161,7 +161,7 @@ impl SlashDevice {
         });
         let mut pairs = vec![card.pair(1, options.ring)?];
         let buffers = Arc::new(pairs[0].buffers());
-        let registrar = Arc::new(OwnBuffers::new(&buffers));
+        let registrar = registrar(&buffers);
         // The pages of both queues: of the first buffer, which also says how the channels should be used.
         let of = |e: dmalane_dma::Error| match e {
             dmalane_dma::Error::Allocate { source, .. } => {
@@ -239,7 +239,7 @@ impl Device for SlashDevice {
     }
 
     fn registrar(&self) -> Arc<dyn Registrar> {
-        self.registrar.clone()
+        Arc::new(self.registrar.clone())
     }
 
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {

@@ -4,13 +4,13 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use dmalane_device::NoIommu;
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refused,
     StopReason, Ticket, Waiting, wait_with,
 };
 
 use crate::Error;
-use crate::buffers::OwnBuffers;
 use crate::card::Pair;
 use crate::kernel::Calls;
 use crate::worker::{MAX_LEN, Planner, Shared, Worker};
@@ -32,7 +32,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 pub(crate) struct SlashQueue {
     shared: Arc<Shared>,
     pair: Arc<Pair>,
-    registrar: Arc<OwnBuffers>,
+    registrar: NoIommu,
     /// Submitted and not flushed.
     waiting: Waiting,
     state: QueueState,
@@ -52,7 +52,7 @@ impl SlashQueue {
         calls: Box<dyn Calls>,
         plans: Planner,
         pages: Vec<Vec<dmalane_dma::BufferSlice>>,
-        registrar: Arc<OwnBuffers>,
+        registrar: NoIommu,
     ) -> Result<Self, Error> {
         let (shared, pair) = (Arc::new(Shared::new()), Arc::new(pair));
         let blocks = calls.depth() == 1;
@@ -117,7 +117,7 @@ impl Queue for SlashQueue {
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        let (limits, registrar) = (self.limits(), &*self.registrar);
+        let (limits, registrar) = (self.limits(), &self.registrar);
         let registered = |operation: &Operation| operation.check_registered(registrar);
         self.state.submit(operation, CAPABILITIES, limits, registered, &mut self.waiting)
     }

@@ -1,7 +1,7 @@
 //! Threads that move their buffers, all at once.
 
+use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, StopReason, Work};
@@ -42,35 +42,8 @@ struct Common {
     progress: AtomicU64,
     failed: AtomicBool,
     timeout: Duration,
-    gate: Gate,
-}
-
-/// Where threads wait for each other, or learn that one will never come.
-#[derive(Default)]
-struct Gate {
-    /// Threads that are missing; `None` when it was shut for good.
-    missing: Mutex<Option<usize>>,
-    changed: Condvar,
-}
-
-impl Gate {
-    fn for_threads(n: usize) -> Self {
-        Self { missing: Mutex::new(Some(n)), changed: Condvar::new() }
-    }
-
-    /// Waits for all, and says whether they came.
-    fn wait(&self) -> bool {
-        let mut missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
-        *missing = missing.map(|n| n.saturating_sub(1));
-        self.changed.notify_all();
-        let still = |missing: &mut Option<usize>| missing.is_some_and(|n| n > 0);
-        self.changed.wait_while(missing, still).unwrap_or_else(PoisonError::into_inner).is_some()
-    }
-
-    fn shut(&self) {
-        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.changed.notify_all();
-    }
+    /// Locked until all threads are there.
+    gate: RwLock<()>,
 }
 
 impl Common {
@@ -100,7 +73,7 @@ pub(crate) fn go(
         progress: AtomicU64::new(0),
         failed: AtomicBool::new(false),
         timeout: job.timeout + Duration::from_secs(longest / SLOWEST),
-        gate: Gate::for_threads(workers.len()),
+        gate: RwLock::new(()),
     };
     std::thread::scope(|scope| {
         let run = |(thread, worker): (usize, &mut Worker)| {
@@ -111,6 +84,7 @@ pub(crate) fn go(
             }
             result
         };
+        let gate = common.gate.write();
         let mut workers = workers.iter_mut().enumerate();
         let first = workers.next();
         let mut threads = Vec::new();
@@ -119,11 +93,12 @@ pub(crate) fn go(
             match std::thread::Builder::new().name(name).spawn_scoped(scope, move || run(worker)) {
                 Ok(thread) => threads.push(thread),
                 Err(e) => {
-                    common.gate.shut();
+                    common.failed.store(true, Ordering::Relaxed);
                     return Err(ValidateError::Thread(e));
                 }
             }
         }
+        drop(gate);
         // This thread is one of them.
         let mut result = first.map_or(Ok(()), run);
         for thread in threads {
@@ -151,7 +126,8 @@ impl Worker {
     ) -> Result<(), ValidateError> {
         let Self { queue, walks } = self;
         walks.iter_mut().for_each(Walk::reset);
-        if !common.gate.wait() {
+        drop(common.gate.read());
+        if common.failed.load(Ordering::Relaxed) {
             return Ok(()); // another thread's error is reported
         }
         let start = Instant::now();

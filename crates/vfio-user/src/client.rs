@@ -33,6 +33,8 @@ const REGION_INFO: u32 = 4096;
 const MAX_AREAS: u32 = (REGION_INFO - 48) / 16;
 /// Timeout for the device to read a message, and to answer it.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// The largest error number of Linux.
+const MAX_ERRNO: u32 = 4095;
 /// Maximum length of a region's file; a longer one is not mapped.
 const MAX_WINDOW: u64 = 1 << 40;
 
@@ -84,6 +86,8 @@ struct Inner {
 
 struct Socket {
     stream: UnixStream,
+    /// For a message to be read, and to be answered.
+    timeout: Duration,
     next: u16,
     /// Shut down: after an error, answers can no longer be matched to requests.
     broken: bool,
@@ -96,7 +100,7 @@ impl Socket {
     fn new(stream: UnixStream, timeout: Duration) -> io::Result<Self> {
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
-        Ok(Self { stream, next: 0, broken: false, gone: false })
+        Ok(Self { stream, timeout, next: 0, broken: false, gone: false })
     }
 
     /// Sends a request and returns the body of its answer.
@@ -118,7 +122,10 @@ impl Socket {
             let _ = self.stream.shutdown(Shutdown::Both);
         })?;
         if answer.flags & ERROR != 0 {
-            let source = io::Error::from_raw_os_error(i32::try_from(answer.error).unwrap_or(0));
+            let source = match answer.error {
+                error @ 1..=MAX_ERRNO => io::Error::from_raw_os_error(error as i32),
+                other => io::Error::other(format!("error number {other}, which Linux does not have")),
+            };
             return Err(Error::Refused { command, source });
         }
         Ok(answer)
@@ -127,7 +134,15 @@ impl Socket {
     /// Sends a request and returns its answer, which may be an error number. After an error of this function the socket
     /// is unusable.
     fn exchange(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
-        let lost = |source| Error::Unanswered { command, source };
+        let timeout = self.timeout;
+        let lost = |source: io::Error| Error::Unanswered {
+            command,
+            // What a socket says whose timeout is over.
+            source: match source.kind() {
+                io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, format!("not within {timeout:?}")),
+                _ => source,
+            },
+        };
         let id = self.next;
         self.next = self.next.wrapping_add(1);
         send(&mut self.stream, id, command as u16, 0, 0, body, fds).map_err(lost)?;
@@ -537,7 +552,7 @@ mod tests {
         let mut socket = Socket::new(ours, SHORT).unwrap();
         let began = Instant::now();
         let error = socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err().to_string();
-        assert!(error.contains("does not answer to RegionWrite"), "{error}");
+        assert_eq!(error, "the device's process does not answer to RegionWrite: not within 1s");
         assert!(began.elapsed() >= SHORT && began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
     }
 
@@ -564,6 +579,29 @@ mod tests {
         let error = Socket::new(ours, SHORT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err();
         assert!(matches!(error, Error::Unanswered { .. }), "{error}");
         device.join().unwrap();
+    }
+
+    #[test]
+    fn a_silent_device_times_out_and_a_refusal_is_no_success() {
+        let (ours, _silent) = UnixStream::pair().unwrap();
+        let error = Socket::new(ours, SHORT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err().to_string();
+        assert_eq!(error, "the device's process does not answer to Reset: not within 1s");
+        for (number, text) in [
+            (u32::MAX, "error number 4294967295, which Linux does not have"),
+            (0, "error number 0, which Linux does not have"),
+            (4096, "error number 4096, which Linux does not have"),
+            (4095, "Unknown error 4095 (os error 4095)"),
+            (5, "Input/output error (os error 5)"),
+        ] {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let device = std::thread::spawn(move || {
+                let request = receive(&mut theirs).unwrap().unwrap();
+                send(&mut theirs, request.id, request.command, REPLY | ERROR, number, &[], &[]).unwrap();
+            });
+            let error = Socket::new(ours, TIMEOUT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err().to_string();
+            assert_eq!(error, format!("the device's process refuses Reset: {text}"));
+            device.join().unwrap();
+        }
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::library::{GpuInfo, Library};
 use crate::memory::{Allocator, GpuMemory};
 use crate::options::VulkanOptions;
 use crate::queue::{GpuQueue, Parts};
-use crate::registrar::Importer;
+use crate::registrar::importer;
 use crate::sparse::{SparseMap, SparseSpace};
 
 /// A GPU, driven through Vulkan.
@@ -123,7 +123,7 @@ impl VulkanDevice {
         if channels == 0 {
             return Err(Error::NoQueues);
         }
-        let parts = Parts { importer: Importer::new(&gpu), memory, sparse: sparse.ok(), channels, gpu, direct };
+        let parts = Parts { importer: importer(&gpu), memory, sparse: sparse.ok(), channels, gpu, direct };
         let queues = (0..channels)
             .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index % copying)?) as Box<DeviceQueue>))
             .collect::<Result<_, Error>>()?;

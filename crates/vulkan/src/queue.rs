@@ -17,7 +17,7 @@ use crate::error::{CallError, Error};
 use crate::gpu::{Buffer, Gpu, Program};
 use crate::hazards::{Hazards, Place, Side};
 use crate::memory::GpuMemory;
-use crate::registrar::Importer;
+use crate::registrar::{Import, Importer};
 use crate::shader;
 use crate::sparse::SparseMap;
 
@@ -317,8 +317,14 @@ impl Parts {
     /// The runs behind a part of host memory, which is registered.
     pub fn host(&self, range: Option<Span<Iova>>, into: &mut Vec<Run>) -> Result<(), OpError> {
         let found = range.is_some_and(|range| {
-            self.importer.imported().resolve(range, |buffer, offset, address, len| {
-                into.push(Run { buffer: buffer.clone(), offset, address, len, behind: None });
+            self.importer.resolve(range, |imports, wanted| {
+                for Import { bytes, buffer, offset, address } in imports {
+                    let (start, end) = (bytes.start.max(wanted.start), bytes.end.min(wanted.end));
+                    if let Some(len) = end.checked_sub(start).filter(|len| *len > 0) {
+                        let (offset, address) = (offset + start - bytes.start, address + start - bytes.start);
+                        into.push(Run { buffer: buffer.clone(), offset, address, len, behind: None });
+                    }
+                }
             })
         });
         // It was checked when the operation was submitted, which holds the registration since.

@@ -76,7 +76,6 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         hardware::dma_heaps(probe),
         hardware::udmabuf(probe),
         hardware::vfio(probe),
-        hardware::iommufd(probe),
         hardware::iommu_groups(probe),
         hardware::vulkan(probe),
         hardware::cuda(probe),

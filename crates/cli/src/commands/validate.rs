@@ -39,7 +39,7 @@ Examples:
   dmalane validate -j 2 --placement ddr --buffer-size 64MiB --direction both
   dmalane validate --buffer-size 4KiB,64KiB,1MiB,16MiB --report sizes.html
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
-  dmalane validate -d file:/dev/shm/memory,probe-at=1MiB -v
+  dmalane validate -d file:/dev/shm/memory -v
   dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --like v80-smi
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite

@@ -109,7 +109,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("--iterations 0", "not a whole number of at least 1"),
             ("--iterations 1 --duration 1", "cannot be used with"),
             ("--overwrite", "--overwrite is for file, not for soft"),
-            ("-d soft,probe-at=1MiB", "which file has"),
+            ("-d soft,direct", "which file has"),
             ("-d ram:64MiB --placement ddr", "--placement is for a card"),
             ("--pages 3m", "--pages"),
             ("--report -", "stdout is for the report"),

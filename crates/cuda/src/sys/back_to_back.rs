@@ -5,11 +5,12 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use dmalane_device::{DriverCopies, DriverCopy, NoIommu};
+use dmalane_device::{DriverCopies, DriverCopy};
 use dmalane_queue::{DeviceAddr, Direction, Refusal, Registered};
 
 use super::RawHandle;
 use super::context::Context;
+use super::host::Pins;
 use super::ranges::check_use;
 use crate::Error;
 
@@ -17,11 +18,11 @@ use crate::Error;
 pub(crate) struct BackToBack {
     context: Arc<Context>,
     streams: Vec<RawHandle>,
-    registrar: NoIommu,
+    registrar: Pins,
 }
 
 impl BackToBack {
-    pub(crate) fn new(context: &Arc<Context>, registrar: NoIommu) -> Result<Self, Error> {
+    pub(crate) fn new(context: &Arc<Context>, registrar: Pins) -> Result<Self, Error> {
         let mut this = Self { context: context.clone(), streams: Vec::new(), registrar };
         let (driver, _current) = (context.driver, context.current()?);
         for _ in 0..2 {

@@ -5,11 +5,15 @@ use std::num::NonZeroUsize;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
+use dmalane_device::NoIommu;
 use dmalane_dma::{BufferRef, DriverMemory};
 
 use super::context::Context;
 use super::{Registration, lock};
 use crate::Error;
+
+/// Names registrations; of each range what is registered with the driver, where host memory can be.
+pub(crate) type Pins = NoIommu<Option<Registered>>;
 
 /// Host memory that the driver has pinned; unpinned with the last value for it.
 pub(crate) struct Registered {

@@ -5,6 +5,7 @@
 //! (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
 
 use std::collections::VecDeque;
+use std::process;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 use super::{Heap, HeapCapabilities, Reserved};
@@ -21,8 +22,8 @@ const SLAB_UP_TO: usize = HUGE / 2;
 /// about the same size has its pages already.
 ///
 /// A buffer returns to the pool when its last reference is dropped. An exported buffer does not, since another process
-/// may still have it mapped. Buffers that outlive their pool are freed. Nothing waits for another thread that uses the
-/// cache at that moment: it does without. In a child of `fork` that thread may not exist.
+/// may still have it mapped. Buffers that outlive their pool are freed. A child of `fork` does without the cache where
+/// a thread of its parent was using it.
 #[derive(Clone)]
 pub struct Pool(Arc<Shelf>);
 
@@ -44,6 +45,8 @@ pub struct PoolStats {
 struct Shelf {
     heap: Box<dyn Heap>,
     limit: usize,
+    /// The process that made it.
+    process: u32,
     counters: Arc<Counters>,
     cached: Mutex<Cached>,
 }
@@ -58,7 +61,8 @@ struct Cached {
 impl Pool {
     /// A pool that caches at most `limit` bytes of buffers from `heap`.
     pub fn new(heap: impl Heap + 'static, limit: usize) -> Self {
-        Self(Arc::new(Shelf { heap: Box::new(heap), limit, counters: Arc::default(), cached: Mutex::default() }))
+        let (process, counters, cached) = (process::id(), Arc::default(), Mutex::default());
+        Self(Arc::new(Shelf { heap: Box::new(heap), limit, process, counters, cached }))
     }
 
     /// Counters since the pool was created.
@@ -78,8 +82,11 @@ impl Shelf {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The cache, unless another thread uses it.
-    fn idle(&self) -> Option<MutexGuard<'_, Cached>> {
+    /// The cache; in a child of `fork` only where no thread of the parent had its lock, which nobody would release.
+    fn usable(&self) -> Option<MutexGuard<'_, Cached>> {
+        if process::id() == self.process {
+            return Some(self.cached());
+        }
         match self.cached.try_lock() {
             Ok(cached) => Some(cached),
             Err(TryLockError::Poisoned(cached)) => Some(cached.into_inner()),
@@ -89,7 +96,7 @@ impl Shelf {
 
     /// Takes the best-fitting cached buffer, at most an eighth larger than `len`; the most recently used among equals.
     fn take(&self, len: usize) -> Option<(Region, PageBacking)> {
-        let mut cached = self.idle()?;
+        let mut cached = self.usable()?;
         let most = len.saturating_add(len / 8);
         let fits = cached.buffers.iter().enumerate().filter(|(_, (region, _))| (len..=most).contains(&region.len()));
         let best = fits.rev().min_by_key(|(_, (region, _))| region.len()).map(|(i, _)| i);
@@ -122,7 +129,7 @@ impl Shelf {
         let (region, backing) = huge.into_region();
         let mut fragments = region.cut(len).ok()?.into_iter();
         let first = fragments.next()?;
-        let Some(mut cached) = self.idle() else { return Some((first, backing)) };
+        let Some(mut cached) = self.usable() else { return Some((first, backing)) };
         // Leave room in the cache for the first fragment when it returns.
         let mut freed = Vec::new();
         for fragment in fragments {
@@ -160,7 +167,7 @@ impl Cached {
 
 impl Recycle for Shelf {
     fn recycle(&self, region: Region, backing: PageBacking, present: bool) {
-        let Some(mut cached) = self.idle() else { return };
+        let Some(mut cached) = self.usable() else { return };
         if !present || region.len() > self.limit {
             cached.stats.freed += 1;
             drop(cached); // unmaps, without the lock
@@ -195,7 +202,7 @@ impl Heap for Pool {
             Ok(reserved) => reserved,
             Err(e) => {
                 // Free the cached memory and try again.
-                let freed = self.0.idle().map_or(Vec::new(), |mut cached| cached.shrink(0));
+                let freed = self.0.usable().map_or(Vec::new(), |mut cached| cached.shrink(0));
                 if freed.is_empty() {
                     return Err(e);
                 }

@@ -7,7 +7,6 @@ use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use super::kind::{Ability, OpenResult, Spec};
 use super::option::{SpecOption, rough};
 use crate::open_options::OpenOptions;
-use crate::size::Size;
 
 /// One file, or one for each direction: `file:PATH`.
 #[derive(Clone, PartialEq, Debug)]
@@ -44,16 +43,6 @@ impl Spec for FileSpec {
                 },
             )
             .with_commas(),
-            SpecOption::valued(
-                "probe-at",
-                "OFFSET",
-                "try io_uring; a character device is probed first: 16KiB at this offset are written, read back and \
-                 restored",
-                |spec: &mut Self, text| {
-                    spec.options.probe_at = Some(text.parse::<Size>().map_err(|e| e.to_string())?.bytes());
-                    Ok(())
-                },
-            ),
             SpecOption::flag("direct", "direct I/O, past the page cache", |spec: &mut Self| spec.options.direct = true),
         ]
     }

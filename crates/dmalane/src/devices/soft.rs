@@ -178,12 +178,6 @@ impl Spec for SoftSpec {
 /// The counters of a software card and its host.
 fn counters(bus: &SoftBus) -> Counters {
     let (host, (ddr, hbm)) = (bus.host().stats(), bus.memory().touched());
-    let iommu = IommuCounters {
-        leaves: host.leaves,
-        tables: host.tables,
-        hits: host.iotlb_hits,
-        misses: host.iotlb_misses,
-        faults: host.faults,
-    };
+    let iommu = IommuCounters { leaves: host.leaves, tables: host.tables, faults: host.faults };
     Counters { iommu: Some(iommu), touched: Some(ddr + hbm) }
 }

@@ -40,31 +40,7 @@ pub enum FileDeviceError {
         /// Why not.
         source: Fallback,
     },
-    /// [`FileDeviceOptions::probe_at`](crate::FileDeviceOptions::probe_at) is not usable.
-    #[error("cannot probe at {at:#x}: {why}")]
-    ProbeAt {
-        /// The address.
-        at: u64,
-        /// The reason.
-        why: String,
-    },
-    /// A probe did not read back what was written by synchronous calls.
-    #[error("{} does not keep what is written to it: {why}", path.display())]
-    NotMemory {
-        /// The file.
-        path: PathBuf,
-        /// The observation of the probe.
-        why: String,
-    },
-    /// A probe of io_uring has changed the device, and what was there could not be written back.
-    #[error("the probe of io_uring has left {} changed: {why}", path.display())]
-    ProbeDamage {
-        /// The file.
-        path: PathBuf,
-        /// The observation of the probe, with the addresses.
-        why: String,
-    },
-    /// No queue could be made.
-    #[error(transparent)]
-    NoQueue(Fallback),
+    /// No thread of a queue could be started.
+    #[error("cannot start a thread: {0}")]
+    NoQueue(io::Error),
 }

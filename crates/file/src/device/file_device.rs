@@ -11,10 +11,6 @@ use dmalane_queue::DeviceQueue;
 use super::opened::Opened;
 use super::protected::Protected;
 use super::{FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue};
-use crate::How;
-
-/// The calls that are made where io_uring is not used, for people.
-const THREADS: &str = "pread and pwrite on threads";
 
 /// A device that is a file, or two: one region of memory, no MMU, and a queue.
 pub struct FileDevice {
@@ -25,7 +21,7 @@ pub struct FileDevice {
 }
 
 impl FileDevice {
-    /// Opens the files, and probes them if the options say where.
+    /// Opens the files.
     ///
     /// A block device is opened exclusively, so that a mounted one is not overwritten. The length of a file is its
     /// length now: nothing is written past it.
@@ -47,17 +43,11 @@ impl FileDevice {
         self.opened.align.map_or(1, |a| a.memory.max(a.offset))
     }
 
-    /// How it is used, and why not in a faster way: what was chosen when it was opened, or what its queues do since the
-    /// kernel has refused that.
-    pub fn how(&self) -> How {
-        self.opened.how().clone()
-    }
-
     /// A queue. There can be any number of them; only within one queue do operations wait for others on the same
     /// addresses.
     ///
     /// # Errors
-    /// [`FileDeviceError::NoQueue`] when the kernel refuses threads or rings.
+    /// [`FileDeviceError::NoQueue`] when the kernel refuses threads.
     pub fn queue(&self) -> Result<FileDeviceQueue, FileDeviceError> {
         FileDeviceQueue::open(self.opened.clone())
     }
@@ -70,12 +60,9 @@ impl Device for FileDevice {
             true => format!("file:{}", h2c.display()),
             false => format!("file:{},c2h={}", h2c.display(), c2h.display()),
         };
-        DeviceInfo {
-            name,
-            notes: vec![format!("by {}", self.opened.how().text(THREADS))],
-            processors: 1,
-            ..DeviceInfo::default()
-        }
+        let cache = if self.opened.options.direct { "direct" } else { "buffered" };
+        let notes = vec![format!("by {cache} I/O, pread and pwrite on threads")];
+        DeviceInfo { name, notes, processors: 1, ..DeviceInfo::default() }
     }
 
     fn regions(&self) -> &[Region] {
@@ -114,6 +101,6 @@ impl Device for FileDevice {
 
 impl fmt::Debug for FileDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FileDevice({}: {})", self.opened.paths.h2c.display(), self.how())
+        write!(f, "FileDevice({})", self.opened.paths.h2c.display())
     }
 }

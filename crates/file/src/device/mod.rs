@@ -4,17 +4,14 @@
 //! memfds. A [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy in both
 //! directions.
 //!
-//! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and
-//! `pwrite` on threads unless io_uring was [asked for](FileDeviceOptions::probe_at): a character device is then probed,
-//! regular files and disks are not written. [`FileDevice::how`] says which, and why.
+//! Some drivers do asynchronous calls wrong without an error: stock XDMA drivers write to the wrong address. So the
+//! queues use `pread` and `pwrite` on threads only.
 
-mod backend;
 mod error;
 mod file_device;
 mod opened;
 mod options;
 mod paths;
-mod probe;
 mod protected;
 mod queue;
 mod workers;

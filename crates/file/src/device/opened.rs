@@ -1,20 +1,18 @@
-//! Opening the files of a device, and the choice between threads and io_uring.
+//! Opening the files of a device.
 
 use std::fs::File;
 use std::io::IsTerminal;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use dmalane_device::NoIommu;
 use rustix::fs::{Mode as Permissions, OFlags};
 use rustix::io::Errno;
 
-use super::backend::Mover;
-use super::probe::{self, Count, ProbeError};
 use super::{FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use crate::cut::Align;
-use crate::{Fallback, How, source};
+use crate::{Fallback, source};
 
 /// The files of a device, open, and how they are used.
 pub(super) struct Opened {
@@ -24,15 +22,11 @@ pub(super) struct Opened {
     pub(super) len: Option<u64>,
     pub(super) align: Option<Align>,
     pub(super) options: FileDeviceOptions,
-    /// As chosen when it was opened, until a queue falls back to threads.
-    pub(super) how: Mutex<How>,
-    /// The unit in which a ring's completions count.
-    pub(super) count: Count,
     pub(super) registrar: NoIommu,
 }
 
 impl Opened {
-    /// Opens the files, and probes them if the options say where.
+    /// Opens the files.
     pub(super) fn new(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
         let options = FileDeviceOptions {
             depth: options.depth.clamp(1, 4096),
@@ -62,71 +56,7 @@ impl Opened {
                 Some(Align { memory: a.memory.max(b.memory), offset: a.offset.max(b.offset) })
             }
         };
-        let how = Mutex::new(How { direct: options.direct, ..How::plain() });
-        let (count, registrar) = (Count::Bytes, NoIommu::new());
-        let mut this = Self { h2c, c2h, paths, len, align, options, how, count, registrar };
-        let tried = this.try_ring()?;
-        let how = this.how.get_mut().unwrap_or_else(PoisonError::into_inner);
-        match tried {
-            Ok(count) => (how.uring, this.count) = (true, count),
-            Err(why) => how.reasons.push(why),
-        }
-        Ok(this)
-    }
-
-    /// How this device is used now.
-    pub(super) fn how(&self) -> MutexGuard<'_, How> {
-        self.how.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The unit in which a ring's completions count, or why requests are not made through a ring.
-    fn try_ring(&self) -> Result<Result<Count, Fallback>, FileDeviceError> {
-        let FileDeviceOptions { probe_at, depth, .. } = self.options;
-        let Some(at) = probe_at else { return Ok(Err(Fallback::NotProbed)) };
-        let ring = match source::is_fuse(&self.h2c) || source::is_fuse(&self.c2h) {
-            true => Err(Fallback::Fuse),
-            false => Mover::ring(depth),
-        };
-        if ![&self.h2c, &self.c2h].iter().any(|file| is_char_device(file)) {
-            return Ok(ring.map(|_| Count::Bytes));
-        }
-        self.check_probe_at(at)?;
-        let target = probe::Target { h2c: &self.h2c, c2h: &self.c2h, at };
-        let path = || self.paths.h2c.clone();
-        let threads = |threads| Mover::workers(depth, threads).map_err(FileDeviceError::NoQueue);
-        let (mut safe, mut plain) = (threads(1)?, threads(2)?);
-        probe::probe(&target, &mut safe, &mut plain).map_err(|error| {
-            let (ProbeError::Unfit(why) | ProbeError::Damage(why)) = error;
-            FileDeviceError::NotMemory { path: path(), why }
-        })?;
-        let mut ring = match ring {
-            Ok(ring) => ring,
-            Err(why) => return Ok(Err(why)),
-        };
-        match probe::probe(&target, &mut safe, &mut ring) {
-            Ok(count) => Ok(Ok(count)),
-            Err(ProbeError::Unfit(why)) => Ok(Err(Fallback::Probe(why))),
-            // The previous contents are lost, or about to be.
-            Err(ProbeError::Damage(why)) => Err(FileDeviceError::ProbeDamage { path: path(), why }),
-        }
-    }
-
-    /// Refuses an address that the probe cannot use.
-    fn check_probe_at(&self, at: u64) -> Result<(), FileDeviceError> {
-        let len = probe::LEN as u64;
-        let why = match at.checked_add(len) {
-            // A probe there would overlap address 0.
-            _ if at < len => {
-                "it must be at least 16 KiB, so that a write that goes to address 0 instead shows".to_owned()
-            }
-            _ if !at.is_multiple_of(4096) => "it must be a multiple of 4 KiB".to_owned(),
-            Some(end) if self.len.is_none_or(|len| end <= len) && end <= i64::MAX as u64 => return Ok(()),
-            _ => match self.len {
-                Some(end) => format!("the device ends at {end:#x}, and 16 KiB are needed"),
-                None => "it is past the top of what a file can have".to_owned(),
-            },
-        };
-        Err(FileDeviceError::ProbeAt { at, why })
+        Ok(Self { h2c, c2h, paths, len, align, options, registrar: NoIommu::new() })
     }
 }
 
@@ -166,10 +96,6 @@ fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceErr
         }
         Err(e) => Err(failed(e)),
     }
-}
-
-fn is_char_device(file: &File) -> bool {
-    file.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
 }
 
 /// Bytes of a file or block device; `None` for character devices.

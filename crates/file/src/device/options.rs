@@ -3,16 +3,12 @@
 /// How a file device is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileDeviceOptions {
-    /// Tries io_uring. On a character device a probe writes 16 KiB here and reads them back: a multiple of 4 KiB, at
-    /// least 16 KiB. The bytes there, and at 0, are restored. Regular files and disks are not probed, because the
-    /// faults that it looks for are those of drivers, and their contents are somebody's. `None`: `pread` and `pwrite`.
-    pub probe_at: Option<u64>,
     /// Bypass the page cache. Then addresses, lengths and memory are multiples of
     /// [`FileDevice::alignment`](crate::FileDevice::alignment).
     pub direct: bool,
     /// Operations, and requests to the kernel, in flight on a queue. Clamped to 1..=4096.
     pub depth: usize,
-    /// Threads of a queue that uses `pread` and `pwrite`. Clamped to 1..=64.
+    /// Threads of a queue. Clamped to 1..=64.
     pub threads: usize,
     /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of
     /// two.
@@ -24,8 +20,8 @@ pub struct FileDeviceOptions {
 }
 
 impl Default for FileDeviceOptions {
-    /// No probe, through the page cache, 64 operations, four threads, requests of 4 MiB; data are not overwritten.
+    /// Through the page cache, 64 operations, four threads, requests of 4 MiB; data are not overwritten.
     fn default() -> Self {
-        Self { probe_at: None, direct: false, depth: 64, threads: 4, block: 4 << 20, overwrite: false }
+        Self { direct: false, depth: 64, threads: 4, block: 4 << 20, overwrite: false }
     }
 }

@@ -10,39 +10,30 @@ use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr,
     QueueState, Refusal, Refused, StopReason, Ticket, Work, wait_with,
 };
-use rustix::io::Errno;
 
-use super::backend::Mover;
+use super::FileDeviceError;
 use super::opened::Opened;
-use super::probe::Count;
-use super::{FileDeviceError, FileDeviceOptions};
-use crate::Fallback;
+use super::workers::Workers;
 use crate::op::{self, Op};
 use crate::ring::{Ask, Request};
 
 /// A queue of a [`FileDevice`](super::FileDevice): copies in both directions and fences.
 ///
-/// It needs no registrations. `flush` and `poll` make system calls. Operations may be done at the same time unless they
-/// touch the same bytes of the device and one of them writes; they end in order. [`Queue::cancel`] takes back an
-/// operation that the kernel has not got; one that it has runs to its end. After a timeout the operations that the
-/// kernel has not begun end at once, the rest when the kernel releases them. Memory that it does not release within
-/// some seconds after the queue was dropped stays allocated and is counted by
-/// [`quarantined_bytes`](crate::quarantined_bytes).
+/// It needs no registrations. Threads make the calls. Operations may be done at the same time unless they touch the
+/// same bytes of the device and one of them writes; they end in order. [`Queue::cancel`] takes back an operation that
+/// the threads have not got; one that they have runs to its end. After a timeout the operations that no thread has
+/// begun end at once, the rest when the kernel releases them. Memory that it does not release within two seconds after
+/// the queue was dropped stays allocated and is counted by [`quarantined_bytes`](crate::quarantined_bytes).
 pub struct FileDeviceQueue {
     device: Arc<Opened>,
-    mover: Mover,
-    /// Movers that failed, until the kernel has returned their requests.
-    retired: Vec<Mover>,
+    workers: Workers,
+    /// Requests that the threads have.
+    busy: usize,
     ops: VecDeque<Op<DeviceAddr>>,
-    /// Requests to be made again, of operations that have begun.
-    again: VecDeque<Request>,
     /// The number of the first operation that was not flushed.
     flushed: u64,
     state: QueueState,
 }
-
-/// The longest wait in the kernel.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// True when one may not begin before the other has ended.
 fn conflict(a: &Op<DeviceAddr>, b: &Op<DeviceAddr>) -> bool {
@@ -56,19 +47,8 @@ fn conflict(a: &Op<DeviceAddr>, b: &Op<DeviceAddr>) -> bool {
 
 impl FileDeviceQueue {
     pub(super) fn open(device: Arc<Opened>) -> Result<Self, FileDeviceError> {
-        let FileDeviceOptions { depth, threads, .. } = device.options;
-        let uring = device.how().uring;
-        let mover = if uring { Mover::ring(depth) } else { Mover::workers(depth, threads) };
-        let mover = mover.map_err(FileDeviceError::NoQueue)?;
-        Ok(Self {
-            device,
-            mover,
-            retired: Vec::new(),
-            ops: VecDeque::new(),
-            again: VecDeque::new(),
-            flushed: 0,
-            state: QueueState::default(),
-        })
+        let workers = Workers::new(device.options.threads).map_err(FileDeviceError::NoQueue)?;
+        Ok(Self { device, workers, busy: 0, ops: VecDeque::new(), flushed: 0, state: QueueState::default() })
     }
 
     /// Checks what is special to files: registration, range, alignment.
@@ -88,26 +68,14 @@ impl FileDeviceQueue {
         }
     }
 
-    /// Gives the kernel as much as it takes of what may begin.
+    /// Gives the threads as much as fits of what may begin.
     fn feed(&mut self) {
-        // Requests that were pushed are entered when stopping too, or they would never end.
-        let running = self.state.is_running();
-        while running
-            && !self.mover.is_full()
-            && let Some(request) = self.again.pop_front()
-        {
-            if let Err(request) = self.mover.push(request) {
-                self.again.push_front(request);
-            }
-        }
         for i in 0..self.ops.len() {
-            if !running || self.mover.is_full() || self.ops[i].ticket.number() >= self.flushed {
+            let full = self.busy >= self.device.options.depth;
+            if full || !self.state.is_running() || self.ops[i].ticket.number() >= self.flushed {
                 break;
             }
             self.begin(i);
-        }
-        if let Err(why) = self.mover.enter(None) {
-            self.fall_back(why);
         }
     }
 
@@ -147,92 +115,38 @@ impl FileDeviceQueue {
             Direction::FromHost => (Ask::Write, &device.h2c),
         };
         let options = &device.options;
-        while !self.mover.is_full() {
-            let Some((rest, _)) = op.rest() else { return };
+        while self.busy < options.depth
+            && let Some((rest, _)) = op.rest()
+        {
             let len = rest.len().min(options.block);
-            let request = op.cut(len, ask, file.clone(), options.direct).expect("no more than there is");
-            self.again.extend(self.mover.push(request).err());
+            self.workers.push(op.cut(len, ask, file.clone(), options.direct).expect("no more than there is"));
+            self.busy += 1;
         }
     }
 
-    /// Falls back to threads when the kernel refuses to enter its ring.
-    fn fall_back(&mut self, why: Fallback) {
-        let back = self.mover.cancel_all();
-        let mut how = self.device.how();
-        // Another queue may have said so before.
-        if !how.reasons.contains(&why) {
-            how.reasons.push(why);
-        }
-        drop(how);
-        if !self.state.is_running() {
-            return back.into_iter().for_each(|request| self.give_back(request, None));
-        }
-        self.again.extend(back);
-        match Mover::workers(self.device.options.depth, self.device.options.threads) {
-            Ok(mover) => {
-                self.device.how().uring = false;
-                self.retired.push(std::mem::replace(&mut self.mover, mover));
-                self.feed();
-            }
-            Err(e) => self.stop(StopReason::Driver(e.into())),
-        }
-    }
-
-    /// Collects the requests that the kernel has done.
+    /// Collects the requests that have ended; when stopping, also those that are not in a call.
     fn reap(&mut self) {
-        while let Some((request, result)) = self.retired.iter_mut().find_map(Mover::reap) {
-            self.settle(request, result, self.device.count);
+        while let Some((request, result)) = self.workers.reap() {
+            self.settle(request, Some(result));
         }
-        // Threads count bytes, even where the driver miscounts the requests of a ring.
-        let count = if let Mover::Ring(_) = self.mover { self.device.count } else { Count::Bytes };
-        while let Some((request, result)) = self.mover.reap() {
-            self.settle(request, result, count);
+        if !self.state.is_running() {
+            self.workers.take_back().into_iter().for_each(|request| self.settle(request, None));
         }
-        self.retired.retain(|mover| mover.busy() > 0);
     }
 
-    /// Interprets a result: the fragment is done, continues, or has failed.
-    fn settle(&mut self, mut request: Request, result: i32, count: Count) {
-        let (next, asked) = (request.next(), request.rest().len());
+    /// Returns a fragment to its operation, with the result of its last call.
+    fn settle(&mut self, request: Request, result: Option<i32>) {
+        let (next, asked) = (request.next(), request.rest().len() as u64);
+        self.busy -= 1;
+        let Some(op) = op::find(&self.ops, request.op).map(|i| &mut self.ops[i]) else { return };
         let at = FileOffset::new(next);
-        let end = op::find(&self.ops, request.op).map_or(next, |i| self.ops[i].end);
-        let moved = match result {
-            n if n < 0 => {
-                let error = match Errno::from_raw_os_error(-n) {
-                    // CANCELED: the thread that made the request has exited.
-                    Errno::INTR | Errno::CANCELED => None,
-                    errno => Some(OpError::Io { at, errno: errno.raw_os_error() }),
-                };
-                return match error {
-                    None if self.state.is_running() => self.again.push_back(request),
-                    error => self.give_back(request, error),
-                };
-            }
-            n if n as usize == asked => asked,
-            // One range of memory per request: where requests are counted, 1 is all of it, and 0 an error that got
-            // lost.
-            1 if count == Count::Requests => asked,
-            n if count == Count::Requests || n as usize > asked => {
-                let error = OpError::BadCount { at, asked: asked as u64, got: n as u64 };
-                return self.give_back(request, Some(error));
-            }
-            0 => {
-                let error = OpError::EndOfFile { at, missing: end.saturating_sub(next) };
-                return self.give_back(request, Some(error));
-            }
-            n => n as usize,
+        let failed = match result {
+            Some(0) => Some(OpError::EndOfFile { at, missing: op.end.saturating_sub(next) }),
+            Some(n) if n < 0 => Some(OpError::Io { at, errno: -n }),
+            Some(n) if asked > 0 => Some(OpError::BadCount { at, asked, got: n as u64 }),
+            _ => None,
         };
-        request.done += moved;
-        match request.rest().is_empty() || !self.state.is_running() {
-            true => self.give_back(request, None),
-            false => self.again.push_back(request),
-        }
-    }
-
-    /// Returns a fragment to its operation.
-    fn give_back(&mut self, request: Request, failed: Option<OpError>) {
-        let Some(i) = op::find(&self.ops, request.op) else { return };
-        self.ops[i].give_back(request, failed);
+        op.give_back(request, failed);
     }
 
     /// Delivers the operations that have ended: in order, but when stopping all that the kernel has released.
@@ -309,16 +223,7 @@ impl Queue for FileDeviceQueue {
     }
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
-        wait_with(self, done, timeout, |this, left| {
-            // Requests of movers that failed are polled for more often.
-            let often = Duration::from_millis(1);
-            let interval = left.min(if this.retired.is_empty() { POLL_INTERVAL } else { often });
-            if this.mover.busy() == 0 {
-                std::thread::sleep(interval.min(often));
-            } else if let Err(why) = this.mover.enter(Some(interval)) {
-                this.fall_back(why);
-            }
-        })
+        wait_with(self, done, timeout, |this, left| this.workers.wait(left))
     }
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled {
@@ -335,11 +240,10 @@ impl Queue for FileDeviceQueue {
         }
     }
 
-    /// Begins nothing more, and takes back what the kernel has not begun.
+    /// Begins nothing more, and takes back what no thread has begun.
     fn stop(&mut self, reason: StopReason) {
         if self.state.stop(reason) {
-            let back: Vec<Request> = self.again.drain(..).chain(self.mover.cancel_all()).collect();
-            back.into_iter().for_each(|request| self.give_back(request, None));
+            self.reap();
         }
     }
 
@@ -359,40 +263,5 @@ impl Queue for FileDeviceQueue {
 impl std::fmt::Debug for FileDeviceQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "FileDeviceQueue({}, {} in flight)", self.device.paths.h2c.display(), self.ops.len())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use dmalane_addr::CardAddr;
-    use dmalane_device::Device;
-    use dmalane_dma::{AnonHeap, Heap};
-    use dmalane_queue::run;
-
-    use super::super::{FileDevice, FileDeviceOptions, FileDevicePaths};
-    use super::*;
-
-    #[test]
-    fn the_device_says_what_its_queue_came_to_use() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        file.as_file().set_len(1 << 20).unwrap();
-        let paths = FileDevicePaths { h2c: file.path().to_owned(), c2h: file.path().to_owned() };
-        let options = FileDeviceOptions { probe_at: Some(1 << 16), ..FileDeviceOptions::default() };
-        let device = FileDevice::open(paths, options).unwrap();
-        let note = || device.info().notes.remove(0);
-        if !device.how().uring {
-            return println!("SKIPPED: {}", note());
-        }
-        let queues = [(); 2].map(|()| device.queue().unwrap());
-        assert_eq!(note(), "by buffered I/O, io_uring");
-        for mut queue in queues {
-            let Mover::Ring(ring) = &mut queue.mover else { panic!("{queue:?}") };
-            ring.fail_enter = true;
-            let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
-            let write = Operation::write(slice, DeviceAddr::Card(CardAddr::new(0)));
-            run(&mut queue, write, Duration::from_secs(30)).unwrap();
-        }
-        assert!(note().starts_with("by buffered I/O, pread and pwrite on threads (io_uring failed"), "{}", note());
-        assert_eq!(device.how().reasons.len(), 1, "said once: {}", note());
     }
 }

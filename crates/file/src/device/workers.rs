@@ -1,4 +1,5 @@
-//! Threads that make one `pread` or `pwrite` after the other: what needs least of a driver.
+//! Threads that make one `pread` or `pwrite` after the other: what needs least of a driver, and what every driver does
+//! right.
 
 use std::collections::VecDeque;
 use std::io;
@@ -63,17 +64,18 @@ impl Workers {
         self.shared.work.notify_one();
     }
 
-    /// The next request that has ended: bytes, or a negative error number.
+    /// The next request that has ended, with the result of its last call: bytes, or a negative error number. Either
+    /// nothing of it is left to be moved, or the result says why something is.
     pub fn reap(&self) -> Option<(Request, i32)> {
         self.shared.lock().ended.pop_front()
     }
 
-    /// Takes back the requests that no thread has begun.
+    /// Takes back the requests that no thread has in a call.
     pub fn take_back(&self) -> Vec<Request> {
         self.shared.lock().todo.drain(..).collect()
     }
 
-    /// Waits until something has ended or the time is over.
+    /// Waits until something has ended or the time is over; not at all when there are no requests.
     pub fn wait(&self, timeout: Duration) {
         let state = self.shared.lock();
         let idle = |s: &mut State| s.ended.is_empty() && (s.calls > 0 || !s.todo.is_empty());
@@ -90,10 +92,10 @@ impl Shared {
     fn run(&self) {
         let mut state = self.lock();
         loop {
-            let Some(request) = state.todo.pop_front() else {
-                if state.quit {
-                    return;
-                }
+            if state.quit {
+                return;
+            }
+            let Some(mut request) = state.todo.pop_front() else {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
@@ -106,9 +108,16 @@ impl Shared {
             };
             state = self.lock();
             (state.calls, state.bytes) = (state.calls - 1, state.bytes - bytes);
-            match state.abandoned {
-                true => ring::quarantine(request.slice),
-                false => state.ended.push_back((request, result)),
+            let left = request.rest().len();
+            let moved = usize::try_from(result).unwrap_or(0);
+            if state.abandoned {
+                ring::quarantine(request.slice);
+            } else if result == -libc::EINTR || (1..left).contains(&moved) {
+                request.done += moved;
+                state.todo.push_front(request);
+            } else {
+                request.done += if moved == left { moved } else { 0 };
+                state.ended.push_back((request, result));
             }
             self.ended.notify_all();
         }

@@ -24,19 +24,8 @@ fn opener(folder: &str, options: FileDeviceOptions) -> impl FnMut() -> Box<dyn D
 const DISK: &str = env!("CARGO_TARGET_TMPDIR");
 
 #[test]
-fn by_threads() {
+fn through_the_page_cache() {
     suite(opener(DISK, FileDeviceOptions::default()));
-}
-
-#[test]
-fn by_io_uring() {
-    let options = FileDeviceOptions { probe_at: Some(1 << 16), ..FileDeviceOptions::default() };
-    let probe = NamedTempFile::new_in(DISK).unwrap();
-    let paths = FileDevicePaths { h2c: probe.path().to_owned(), c2h: probe.path().to_owned() };
-    match FileDevice::open(paths, options).unwrap().how() {
-        how if how.uring => suite(opener(DISK, options)),
-        how => println!("SKIPPED: {how}"),
-    }
 }
 
 #[test]

@@ -1,8 +1,8 @@
-//! Files as devices: the conformance suite by threads and by io_uring over every kind of file, and what goes wrong.
+//! Files as devices: the conformance suite over every kind of file, and what goes wrong.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -106,33 +106,20 @@ fn drain(queue: &mut FileDeviceQueue) -> Vec<Completion> {
     ended
 }
 
-/// By threads, and by io_uring, which needs no probe for files.
-const BACKENDS: [Option<u64>; 2] = [None, Some(1 << 16)];
-
-fn by(probe_at: Option<u64>) -> FileDeviceOptions {
-    FileDeviceOptions { probe_at, depth: 16, block: 64 << 10, ..FileDeviceOptions::default() }
+fn options() -> FileDeviceOptions {
+    FileDeviceOptions { depth: 16, block: 64 << 10, ..FileDeviceOptions::default() }
 }
 
-/// The suite over a file, by threads and by io_uring, with registrations and without.
+/// The suite over a file, with registrations and without.
 fn suites(path: &Path, len: u64, direct: bool) {
-    for probe_at in BACKENDS {
-        let mut fixture = match Fixture::new(path, len, FileDeviceOptions { direct, ..by(probe_at) }) {
-            Ok(fixture) => fixture,
-            Err(e @ FileDeviceError::NoDirect { .. }) => {
-                println!("SKIPPED: {e}");
-                continue;
-            }
-            Err(e) => panic!("{e}"),
-        };
-        if probe_at.is_some() && !fixture.device.how().uring {
-            println!("SKIPPED: {}", fixture.device.how());
-            continue;
-        }
-        println!("{}: {}", path.display(), fixture.device.how());
-        for registers in [true, false] {
-            fixture.registers = registers;
-            conformance::suite(&mut fixture);
-        }
+    let mut fixture = match Fixture::new(path, len, FileDeviceOptions { direct, ..options() }) {
+        Ok(fixture) => fixture,
+        Err(e @ FileDeviceError::NoDirect { .. }) => return println!("SKIPPED: {e}"),
+        Err(e) => panic!("{e}"),
+    };
+    for registers in [true, false] {
+        fixture.registers = registers;
+        conformance::suite(&mut fixture);
     }
     assert_eq!(quarantined_bytes(), 0);
 }
@@ -215,38 +202,6 @@ fn a_block_device_takes_the_suite_buffered_and_direct() {
 }
 
 #[test]
-fn without_a_probe_only_plain_calls_are_trusted() {
-    let file = file_in(DISK, LEN);
-    let device = FileDevice::open(paths(file.path()), FileDeviceOptions::default()).unwrap();
-    assert!(!device.how().uring && device.how().to_string().contains("was not tried"), "{}", device.how());
-}
-
-#[test]
-fn a_file_is_not_written_for_a_probe() {
-    let file = file_in(DISK, LEN);
-    let device = FileDevice::open(paths(file.path()), by(Some(0x10000))).unwrap();
-    println!("{}", device.how());
-    assert_eq!(device.how().uring, device.how().reasons.is_empty());
-    assert_eq!(file.as_file().metadata().unwrap().blocks(), 0, "nothing was written");
-}
-
-#[test]
-fn a_probe_needs_an_address_and_memory() {
-    for (at, why) in [
-        (0, "at least 16 KiB"),
-        (4096, "at least 16 KiB"),
-        (0x10001, "a multiple of 4 KiB"),
-        (1 << 63, "past the top"),
-        (!4095, "past the top"),
-        (0x10000, "/dev/zero does not keep what is written to it"),
-    ] {
-        let options = FileDeviceOptions { probe_at: Some(at), ..FileDeviceOptions::default() };
-        let refused = FileDevice::open(paths(Path::new("/dev/zero")), options).unwrap_err().to_string();
-        assert!(refused.contains(why), "{at:#x}: {refused}");
-    }
-}
-
-#[test]
 fn what_has_no_addresses_or_cannot_be_written_is_refused() {
     let dir = tempfile::tempdir_in(DISK).unwrap();
     let error = |path: &Path| FileDevice::open(paths(path), FileDeviceOptions::default()).unwrap_err().to_string();
@@ -281,48 +236,36 @@ fn what_has_no_addresses_or_cannot_be_written_is_refused() {
 fn two_files_are_a_device_too() {
     let (up, down) = (file_in(DISK, 1 << 20), file_in(DISK, 1 << 19));
     let both = FileDevicePaths { h2c: up.path().into(), c2h: down.path().into() };
-    let device = FileDevice::open(both.clone(), FileDeviceOptions::default()).unwrap();
+    let device = FileDevice::open(both, FileDeviceOptions::default()).unwrap();
     assert_eq!(device.regions()[0].span.len(), 1 << 19, "what both have");
-    // A driver's file and a regular one are no memory, which a probe finds out; it writes no further than both have.
-    let zero = FileDevicePaths { h2c: "/dev/null".into(), ..both };
-    let probe = |at| FileDevice::open(zero.clone(), FileDeviceOptions { probe_at: Some(at), ..Default::default() });
-    let probed = probe(1 << 16);
-    assert!(
-        matches!(&probed, Err(FileDeviceError::NotMemory { why, .. }) if why.contains("did not arrive")),
-        "{probed:?}"
-    );
-    let refused = probe(1 << 19).unwrap_err().to_string();
-    assert!(refused.contains("the device ends at 0x80000"), "{refused}");
 }
 
 #[test]
 fn operations_on_the_same_bytes_wait_for_each_other() {
     let (_fd, path) = memfd(LEN);
-    for probe_at in BACKENDS {
-        let Ok(mut fixture) = Fixture::new(&path, LEN, by(probe_at)) else { continue };
-        let mut queue = fixture.device.queue().unwrap();
-        for round in 0..50u8 {
-            // Written twice, read, written again: each sees what was before it.
-            let [a, b, c] = [1, 2, 3].map(|n| vec![round.wrapping_mul(3).wrapping_add(n); 200_000]);
-            let first = fixture.copy(Direction::FromHost, &a, 1000);
-            let second = fixture.copy(Direction::FromHost, &b, 1000);
-            let read = fixture.copy(Direction::ToHost, &a, 1000);
-            let third = fixture.copy(Direction::FromHost, &c, 1000);
-            for operation in [first, second, Operation::fence(), read, third] {
-                let _ticket = queue.submit(operation).unwrap();
-            }
-            let ended = drain(&mut queue);
-            assert!(ended.iter().all(|e| e.result == Ok(())) && ended.len() == 5);
-            assert!(conformance::host_bytes(&ended[3].operation) == b);
-            assert!(fixture.read(1000, 200_000) == c);
+    let mut fixture = Fixture::new(&path, LEN, options()).unwrap();
+    let mut queue = fixture.device.queue().unwrap();
+    for round in 0..50u8 {
+        // Written twice, read, written again: each sees what was before it.
+        let [a, b, c] = [1, 2, 3].map(|n| vec![round.wrapping_mul(3).wrapping_add(n); 200_000]);
+        let first = fixture.copy(Direction::FromHost, &a, 1000);
+        let second = fixture.copy(Direction::FromHost, &b, 1000);
+        let read = fixture.copy(Direction::ToHost, &a, 1000);
+        let third = fixture.copy(Direction::FromHost, &c, 1000);
+        for operation in [first, second, Operation::fence(), read, third] {
+            let _ticket = queue.submit(operation).unwrap();
         }
+        let ended = drain(&mut queue);
+        assert!(ended.iter().all(|e| e.result == Ok(())) && ended.len() == 5);
+        assert!(conformance::host_bytes(&ended[3].operation) == b);
+        assert!(fixture.read(1000, 200_000) == c);
     }
 }
 
 #[test]
 fn what_a_device_cannot_do_is_refused_or_fails() {
     let (_fd, path) = memfd(LEN);
-    let mut fixture = Fixture::new(&path, LEN, by(None)).unwrap();
+    let mut fixture = Fixture::new(&path, LEN, options()).unwrap();
     let mut queue = fixture.device.queue().unwrap();
     let at = DeviceAddr::Card(CardAddr::new(0));
     for (operation, capability) in [
@@ -333,7 +276,7 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
         assert_eq!(queue.submit(operation).unwrap_err().reason, Refusal::Unsupported(capability));
     }
     // A registration of another device.
-    let other = Fixture::new(&path, LEN, by(None)).unwrap().copy(Direction::ToHost, &[0; 9], 0);
+    let other = Fixture::new(&path, LEN, options()).unwrap().copy(Direction::ToHost, &[0; 9], 0);
     assert_eq!(queue.submit(other).unwrap_err().reason, Refusal::NotRegistered);
     // Only to be read by the device.
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
@@ -366,8 +309,7 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
 #[test]
 fn misaligned_direct_io_is_refused() {
     let file = file_in(DISK, 1 << 20);
-    let options = FileDeviceOptions { direct: true, ..by(None) };
-    let mut fixture = match Fixture::new(file.path(), 1 << 20, options) {
+    let mut fixture = match Fixture::new(file.path(), 1 << 20, FileDeviceOptions { direct: true, ..options() }) {
         Ok(fixture) => fixture,
         Err(e) => return println!("SKIPPED: {e}"),
     };
@@ -381,18 +323,16 @@ fn misaligned_direct_io_is_refused() {
 #[test]
 fn what_has_not_begun_is_taken_back() {
     let (_fd, path) = memfd(LEN);
-    for probe_at in BACKENDS {
-        let Ok(mut fixture) = Fixture::new(&path, LEN, by(probe_at)) else { continue };
-        let mut queue = fixture.device.queue().unwrap();
-        let operations = [1u8, 2, 3].map(|n| fixture.copy(Direction::FromHost, &vec![n; 50_000], 0));
-        let tickets = operations.map(|operation| queue.submit(operation).unwrap());
-        let Cancelled::Removed(back) = queue.cancel(tickets[1]) else { panic!("it had not begun") };
-        assert_eq!(conformance::host_bytes(&back), vec![2; 50_000]);
-        assert!(matches!(queue.cancel(tickets[1]), Cancelled::Unknown));
-        queue.flush();
-        assert!(matches!(queue.cancel(tickets[0]), Cancelled::TooLate | Cancelled::Unknown));
-        let ended = drain(&mut queue);
-        assert_eq!(ended.iter().map(|e| e.ticket).collect::<Vec<_>>(), [tickets[0], tickets[2]]);
-        assert_eq!(fixture.read(0, 50_000), vec![3; 50_000]);
-    }
+    let mut fixture = Fixture::new(&path, LEN, options()).unwrap();
+    let mut queue = fixture.device.queue().unwrap();
+    let operations = [1u8, 2, 3].map(|n| fixture.copy(Direction::FromHost, &vec![n; 50_000], 0));
+    let tickets = operations.map(|operation| queue.submit(operation).unwrap());
+    let Cancelled::Removed(back) = queue.cancel(tickets[1]) else { panic!("it had not begun") };
+    assert_eq!(conformance::host_bytes(&back), vec![2; 50_000]);
+    assert!(matches!(queue.cancel(tickets[1]), Cancelled::Unknown));
+    queue.flush();
+    assert!(matches!(queue.cancel(tickets[0]), Cancelled::TooLate | Cancelled::Unknown));
+    let ended = drain(&mut queue);
+    assert_eq!(ended.iter().map(|e| e.ticket).collect::<Vec<_>>(), [tickets[0], tickets[2]]);
+    assert_eq!(fixture.read(0, 50_000), vec![3; 50_000]);
 }

@@ -69,7 +69,7 @@ proptest! {
         let (middle, tail) = rest.split_at(len).unwrap();
         let (middle, error) = match run(&mut channel, to_host(middle, at as u64), LONG) {
             Ok(read) => (read.into_slice().unwrap(), None),
-            Err(RunError::Failed(read, error)) => (read.into_slice().unwrap(), Some(error)),
+            Err(RunError { operation: Some(read), error }) => (read.into_slice().unwrap(), Some(error)),
             Err(e) => panic!("{e}"),
         };
         let (expected, early) = naive(file.path(), at, len);
@@ -119,7 +119,9 @@ fn one_byte_and_none() {
         for (path, size) in [(one.path(), 1), (empty.path(), 0)] {
             let mut channel = FileQueue::open(path, options).unwrap();
             let e = run(&mut channel, to_host(part(8192), 0), LONG).unwrap_err();
-            let RunError::Failed(read, OpError::EndOfFile { at, missing }) = e else { panic!("{e}") };
+            let RunError { operation: Some(read), error: OpError::EndOfFile { at, missing } } = e else {
+                panic!("{e}")
+            };
             assert_eq!((at.bits(), missing, read.bytes()), (size, 8192 - size, 8192));
         }
     }
@@ -174,7 +176,7 @@ fn refusals() {
         assert_eq!(channel.submit(to_host(part(len), at)).unwrap_err().reason, Refusal::PastTheTop);
     }
     let e = run(&mut channel, to_host(part(4096), i64::MAX as u64 - 4096), LONG).unwrap_err();
-    assert!(matches!(e, RunError::Failed(_, OpError::EndOfFile { .. })), "{e}");
+    assert!(matches!(e.error, OpError::EndOfFile { .. }), "{e}");
     let write = Operation::write(part(1), FileOffset::new(0));
     assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Capabilities::FROM_HOST));
     assert_eq!(channel.alignment(), alignment, "a place past every file says nothing about direct I/O");

@@ -20,6 +20,8 @@ pub struct BufferMemory<'a> {
     pub cached: Option<&'a dyn FillCached>,
     /// Reads are the disk's work, and not copies out of the page cache.
     pub direct: bool,
+    /// Bytes of this machine that the sink takes meanwhile: there must be memory for both.
+    pub beside: u64,
 }
 
 /// Fills memory that is not present with bytes that a source has in memory already, such as the page cache.
@@ -36,7 +38,7 @@ pub trait FillCached: Sync {
 impl<'a> BufferMemory<'a> {
     /// Buffers that are not registered, of direct reads.
     pub fn of(heap: &'a dyn Heap) -> Self {
-        Self { heap, register: None, cached: None, direct: true }
+        Self { heap, register: None, cached: None, direct: true, beside: 0 }
     }
 }
 

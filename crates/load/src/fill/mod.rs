@@ -55,7 +55,7 @@ pub(crate) use memory::{Memory, Staging};
 pub use options::{FillOptions, HashRegions};
 pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
-pub(crate) use supply::ask;
+pub(crate) use supply::{DEVICE_TOO, ask};
 pub use watch::{Event, Watch};
 
 /// Fills buffers as `job` says and hands them to a sink. `workers` has a set of queues for each worker, each with one

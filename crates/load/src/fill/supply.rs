@@ -120,9 +120,9 @@ impl<'a> Supply<'a> {
                     let memory = |source| FillError::Memory { buffer, source };
                     reserved.push(stays.heap.reserve(len).map_err(memory)?);
                 }
-                enough(&reserved, 0)?;
+                enough(&reserved, stays.beside)?;
                 let all = usize::try_from(job.bytes()).unwrap_or(usize::MAX);
-                let room = |more: usize| enough(&reserved, more.min(all)).is_ok();
+                let room = |more: usize| enough(&reserved, stays.beside.saturating_add(more.min(all) as u64)).is_ok();
                 landing = stays.direct.then(|| Landing::new(&reserved, chunk, room)).flatten();
                 Pages::Buffers(reserved)
             }
@@ -247,9 +247,13 @@ fn to_come(reserved: &[Reserved]) -> usize {
 
 /// Makes sure that there is memory for the reservations and `more` bytes: where the kernel overcommits, a reservation
 /// promises nothing, and a cgroup that runs full has somebody killed.
-fn enough(reserved: &[Reserved], more: usize) -> Result<(), FillError> {
-    ask(to_come(reserved).saturating_add(more) as u64, "the buffers")
+fn enough(reserved: &[Reserved], more: u64) -> Result<(), FillError> {
+    let what = if more > 0 { DEVICE_TOO } else { "the buffers" };
+    ask((to_come(reserved) as u64).saturating_add(more), what)
 }
+
+/// What needs memory, where that of a device is memory of this machine.
+pub(crate) const DEVICE_TOO: &str = "the device, whose memory is this machine's, and the buffers";
 
 /// Makes sure that there are so many bytes of memory for `what`.
 pub(crate) fn ask(wanted: u64, what: &'static str) -> Result<(), FillError> {

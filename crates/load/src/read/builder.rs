@@ -124,8 +124,8 @@ impl<'a> Read<'a> {
     /// # Errors
     /// [`Error`]. [`Error::Differs`] for other files than those of the manifest.
     /// [`FillError::Map`](crate::fill::FillError::Map) where the registrar refuses;
-    /// [`Transfer`](crate::fill::FillError::Transfer) where the device refuses, fails, or ends nothing for half a minute:
-    /// then its queue is stopped.
+    /// [`Transfer`](crate::fill::FillError::Transfer) where the device refuses, fails, or ends nothing for half a
+    /// minute: then its queue is stopped.
     /// Reads and transfers in flight have ended by then, and nothing is left mapped or pinned; a transfer that the
     /// device does not let go of stays in flight, and keeps its memory and its mapping.
     pub fn into_memory(self, heap: &dyn Heap) -> Result<ReadFiles, Error> {

@@ -8,7 +8,7 @@ use crate::fill::{FillError, FillReport, FilledBuf, broken};
 use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferSlice, CopyHint, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
-use dmalane_queue::{OpError, Operation, Refusal, Refused, RunError, run};
+use dmalane_queue::{OpError, Operation, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
 
 use super::method::{AllocRead, ReadMethod};
@@ -39,15 +39,12 @@ pub(super) fn to_end(heap: &dyn Heap, source: OpenFile, skip: u64, options: &Rea
         let failed = |source| Error::Read { path: path.clone(), at: FileOffset::new(at), tensor: None, source };
         let (operation, n, ended) = match run(&mut queue, Operation::read(chunk, FileOffset::new(at)), left) {
             Ok(operation) => (operation, CHUNK, false),
-            Err(RunError::Failed(operation, OpError::EndOfFile { at: end, .. })) => {
+            Err(RunError { operation: Some(operation), error: OpError::EndOfFile { at: end, .. } }) => {
                 let n = usize::try_from(end.bits().saturating_sub(at)).unwrap_or(CHUNK).min(CHUNK);
                 (operation, n, true)
             }
-            Err(RunError::Failed(_, error)) => return Err(failed(error)),
-            Err(RunError::TimedOut(_)) => return Err(late(len)),
-            Err(RunError::Refused(Refused { reason, .. })) => return Err(failed(reason.into())),
-            Err(RunError::Halted(reason)) => return Err(failed(OpError::Stopped(reason))),
-            Err(RunError::Busy) => return Err(failed(Refusal::Full.into())),
+            Err(RunError { error: OpError::Stopped(StopReason::Timeout(_)), .. }) => return Err(late(len)),
+            Err(RunError { error, .. }) => return Err(failed(error)),
         };
         let slice = operation.into_slice().ok_or_else(|| failed(broken("a buffer is lost")))?;
         len += n;

@@ -65,26 +65,11 @@ struct Inner<F: Format> {
     faults: AtomicU64,
     /// Bytes.
     pin_limit: AtomicU64,
-    /// Of every port there is: a counter of one's own costs no locked instruction.
-    ports: Mutex<Vec<Arc<PortCounters>>>,
-    /// Hits and misses of ports that are gone.
-    retired: Mutex<(u64, u64)>,
-}
-
-/// Written by one port, read by anyone.
-#[derive(Default)]
-struct PortCounters {
-    hits: AtomicU64,
-    misses: AtomicU64,
 }
 
 /// Counters of a [`SoftHost`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct HostStats {
-    /// Translations found in an IOTLB.
-    pub iotlb_hits: u64,
-    /// Translations that walked the page tables.
-    pub iotlb_misses: u64,
     /// Accesses refused.
     pub faults: u64,
     /// Frames of 4 KiB pinned now.
@@ -143,8 +128,6 @@ impl<F: Format> SoftHost<F> {
             epoch: AtomicU64::new(0),
             faults: AtomicU64::new(0),
             pin_limit: AtomicU64::new(u64::MAX),
-            ports: Mutex::default(),
-            retired: Mutex::default(),
         })))
     }
 
@@ -156,28 +139,19 @@ impl<F: Format> SoftHost<F> {
 
     /// A device's access to this host's memory, with an IOTLB of its own.
     pub fn port(&self) -> DevicePort<F> {
-        let counters = Arc::<PortCounters>::default();
-        lock(&self.0.ports).push(counters.clone());
-        DevicePort { host: self.0.clone(), tlb: Iotlb::new(), counters, hits: 0, misses: 0 }
+        DevicePort { host: self.0.clone(), tlb: Iotlb::new() }
     }
 
-    /// Translations found in the IOTLBs, those that needed a walk, and faults. A port's are brought up to date at the
-    /// end of each access. Waits for no mapping.
-    pub fn translations(&self) -> [u64; 3] {
-        let (ports, retired) = (lock(&self.0.ports), lock(&self.0.retired));
-        let hits = retired.0 + ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum::<u64>();
-        let misses = retired.1 + ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum::<u64>();
-        [hits, misses, self.0.faults.load(Ordering::Relaxed)]
+    /// Accesses refused so far. Waits for no mapping.
+    pub fn faults(&self) -> u64 {
+        self.0.faults.load(Ordering::Relaxed)
     }
 
     /// Counters.
     pub fn stats(&self) -> HostStats {
         let translation = self.0.read();
-        let [iotlb_hits, iotlb_misses, faults] = self.translations();
         HostStats {
-            iotlb_hits,
-            iotlb_misses,
-            faults,
+            faults: self.faults(),
             pinned_frames: translation.directory.frames(),
             leaves: translation.table.leaf_counts().collect(),
             tables: translation.table.tables().in_use(),
@@ -303,19 +277,6 @@ impl<F: Format> Undo for Inner<F> {
 pub struct DevicePort<F: Format = Arm64S1_4k> {
     host: Arc<Inner<F>>,
     tlb: Iotlb,
-    counters: Arc<PortCounters>,
-    hits: u64,
-    misses: u64,
-}
-
-impl<F: Format> Drop for DevicePort<F> {
-    fn drop(&mut self) {
-        // In the order that `stats` takes them.
-        let mut ports = lock(&self.host.ports);
-        let mut retired = lock(&self.host.retired);
-        ports.retain(|p| !Arc::ptr_eq(p, &self.counters));
-        *retired = (retired.0 + self.hits, retired.1 + self.misses);
-    }
 }
 
 impl<F: Format> DeviceMem for DevicePort<F> {
@@ -323,7 +284,7 @@ impl<F: Format> DeviceMem for DevicePort<F> {
 
     fn hold(&mut self) -> HeldPort<'_, F> {
         let translation = self.host.read();
-        Self::held(&self.host, translation, &mut self.tlb, &self.counters, (&mut self.hits, &mut self.misses))
+        Self::held(&self.host, translation, &mut self.tlb)
     }
 
     fn try_hold(&mut self) -> Option<HeldPort<'_, F>> {
@@ -332,7 +293,7 @@ impl<F: Format> DeviceMem for DevicePort<F> {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        Some(Self::held(&self.host, translation, &mut self.tlb, &self.counters, (&mut self.hits, &mut self.misses)))
+        Some(Self::held(&self.host, translation, &mut self.tlb))
     }
 }
 
@@ -342,12 +303,10 @@ impl<F: Format> DevicePort<F> {
         host: &'a Inner<F>,
         translation: RwLockReadGuard<'a, Translation<F>>,
         tlb: &'a mut Iotlb,
-        counters: &'a PortCounters,
-        (hits, misses): (&'a mut u64, &'a mut u64),
     ) -> HeldPort<'a, F> {
         // An invalidation counts up while it holds the lock for writing: under this lock the number stays as it is.
         tlb.set_epoch(host.epoch.load(Ordering::Acquire));
-        HeldPort { host, translation: Reading::new(translation), tlb, counters, hits, misses }
+        HeldPort { host, translation: Reading::new(translation), tlb }
     }
 }
 
@@ -356,16 +315,6 @@ pub struct HeldPort<'a, F: Format> {
     host: &'a Inner<F>,
     translation: Reading<'a, F>,
     tlb: &'a mut Iotlb,
-    counters: &'a PortCounters,
-    hits: &'a mut u64,
-    misses: &'a mut u64,
-}
-
-impl<F: Format> Drop for HeldPort<'_, F> {
-    fn drop(&mut self) {
-        self.counters.hits.store(*self.hits, Ordering::Relaxed);
-        self.counters.misses.store(*self.misses, Ordering::Relaxed);
-    }
 }
 
 impl<F: Format> HeldPort<'_, F> {
@@ -422,12 +371,8 @@ impl<F: Format> HeldPort<'_, F> {
     fn locate(&mut self, at: Iova, done: u64, len: u64, wanted: Access) -> Result<Stretch, FaultReason> {
         let here = at.checked_add(done).ok_or(FaultReason::PastTheTop)?;
         let entry = match self.tlb.find(here) {
-            Some(entry) => {
-                *self.hits += 1;
-                *entry
-            }
+            Some(entry) => *entry,
             None => {
-                *self.misses += 1;
                 let Translation { table, directory } = &*self.translation;
                 self.tlb.fill(here, table, directory).ok_or(FaultReason::NotMapped)?
             }
@@ -456,14 +401,12 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
     ) -> Result<(), DmaFault> {
         // Nearly always all of it lies behind one entry, and often behind the one before.
         if let Some(all) = self.translation.last(at, len, wanted) {
-            *self.hits += 1;
             each(0, all);
             return Ok(());
         }
         if let Some(entry) = self.tlb.find(at) {
             self.translation.keep(entry.first(), entry.access(), entry.bytes());
             if let Some(all) = self.translation.last(at, len, wanted) {
-                *self.hits += 1;
                 each(0, all);
                 return Ok(());
             }

@@ -9,8 +9,8 @@ use dmalane_card::{Card, CardQueue, CardTables, ChannelError, Descriptor, Error,
 use dmalane_dma::{AnonHeap, Heap, Mmio, SharedBuf};
 use dmalane_iopt::{Format, PageTable, Tables, X86_64_4Level};
 use dmalane_queue::{
-    AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, RunError, Shape,
-    Split, StopReason, drain, run,
+    AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, Shape, Split,
+    StopReason, drain, run,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -50,8 +50,7 @@ fn copy(channel: &mut CardQueue<Bus>, bus: &Bus, direction: Direction, at: Devic
     let (buf, via) = buffer(bus, 8192, Access::RW);
     match run(channel, Operation::copy(direction, (buf.into_slice(), via), at), LONG) {
         Ok(_) => Ok(()),
-        Err(RunError::Failed(_, e)) => Err(e),
-        Err(e) => panic!("{e}"),
+        Err(e) => Err(e.error),
     }
 }
 

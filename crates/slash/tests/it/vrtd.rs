@@ -85,7 +85,7 @@ fn only_granted_memory_can_be_used() {
         let operation = Operation::write((buf.into_slice(), via), DeviceAddr::Card(CardAddr::new(at)));
         match run(&mut *queue, operation, LONG) {
             Ok(_) => Ok(()),
-            Err(RunError::Failed(_, OpError::NoCardMemory(at))) => Err(at.bits()),
+            Err(RunError { error: OpError::NoCardMemory(at), .. }) => Err(at.bits()),
             Err(other) => panic!("{other}"),
         }
     };

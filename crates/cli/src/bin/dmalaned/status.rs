@@ -97,7 +97,7 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
             "link": { "h2c_bytes": c.h2c, "c2h_bytes": c.c2h },
             "errors": c.errors,
             "in_flight": c.in_flight,
-            "iommu": { "hits": c.iotlb_hits, "misses": c.iotlb_misses, "faults": c.faults },
+            "faults": c.faults,
             "closing": c.closing != 0,
         })
     };

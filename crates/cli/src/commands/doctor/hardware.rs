@@ -39,7 +39,11 @@ pub fn vfio(probe: &Probe) -> Check {
     if backends.is_empty() {
         let path = "/dev/vfio/vfio";
         return match probe.node(path) {
-            NodeState::Open => subject.ok(format!("{path}; no device is bound to vfio-pci")),
+            NodeState::Open => {
+                let iommufd = vfio::check_iommufd(&probe.place("/"));
+                let iommufd = iommufd.map_or_else(|why| format!("no iommufd: {why}"), |()| "iommufd".to_owned());
+                subject.ok(format!("{path} and {iommufd}; no device is bound to vfio-pci"))
+            }
             _ => node(probe, subject, path, "sudo modprobe vfio-pci".to_owned()),
         };
     }
@@ -79,25 +83,6 @@ fn fix(probe: &Probe, error: &vfio::Error) -> String {
         vfio::Error::NoDeviceFile(_) => kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
         vfio::Error::NoIommu(_) | vfio::Error::NoProtection(_) => switch_iommu_on(probe),
         _ => "dmalane bar-map -d vfio:0000:01:00.0    # with the device's name, says more".to_owned(),
-    }
-}
-
-pub fn iommufd(probe: &Probe) -> Check {
-    let subject = Subject::for_real_devices(
-        "iommufd",
-        "maps memory for a PCI device by its file, and BARs as dma-bufs; without it type 1 does, and BARs by their \
-        pages",
-    );
-    let path = "/dev/iommu";
-    let bound = vfio::backends(&probe.place("/"));
-    let files = probe.names("/dev/vfio/devices");
-    match (probe.node(path), vfio::check_iommufd(&probe.place("/"))) {
-        (_, Err(error)) => subject.missing(error.to_string(), fix(probe, &error)),
-        (NodeState::Open, Ok(())) if !bound.is_empty() && files.is_empty() => subject.missing(
-            format!("{path}, but no files of devices (/dev/vfio/devices)"),
-            kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
-        ),
-        _ => node(probe, subject, path, "sudo modprobe iommufd".to_owned()),
     }
 }
 

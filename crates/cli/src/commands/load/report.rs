@@ -8,7 +8,7 @@ use dmalane::device::{AddressSpaceKind, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
 use dmalane::load::{Input, Loaded, LoadedFile, LoadedTensor, ReferenceRates, Stage, StageReport, Verified};
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::layout::{Table, count, cut_front, plain, terminal, wrap};
@@ -92,33 +92,34 @@ pub(super) fn stages(loaded: &Loaded) -> Vec<MeasuredStage> {
     loaded.report.stages.iter().copied().filter_map(stage).collect()
 }
 
-/// The object that `--json` prints. Files and tensors are made as they are printed: there may be millions.
+/// The object that `--json` prints.
 #[derive(Serialize)]
-struct Report<F> {
+pub(super) struct Report<'a> {
     #[serde(flatten)]
     head: Value,
-    files: F,
+    files: Vec<File<'a>>,
 }
 
 /// A file in it.
 #[derive(Serialize)]
-struct File<T> {
+struct File<'a> {
     #[serde(flatten)]
     head: Value,
-    tensors: T,
+    tensors: Vec<Line<'a>>,
 }
 
-/// A list whose items are made one by one.
-struct Each<F>(F);
-
-impl<I: Iterator<Item: Serialize>, F: Fn() -> I> Serialize for Each<F> {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_seq((self.0)())
-    }
+/// A tensor, of which there may be millions.
+#[derive(Serialize)]
+struct Line<'a> {
+    name: &'a str,
+    dtype: &'a str,
+    shape: &'a [u64],
+    bytes: u64,
+    device_va: Option<u64>,
 }
 
 /// The outcome as what `--json` prints, described in `docs/formats/json.md`.
-pub(super) fn json(o: &Outcome) -> impl Serialize {
+pub(super) fn json(o: &Outcome) -> Report<'_> {
     let r = &o.run.loaded.report;
     let leaves = |leaves: &[(PageSize, u64)]| -> Value {
         leaves.iter().map(|(page, count)| json!({ "page_bytes": page.bytes(), "count": count })).collect()
@@ -143,8 +144,6 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "segments": r.segments,
         "iommu_leaves": iommu.map(|i| leaves(&i.leaves)),
         "iommu_tables": iommu.map(|i| i.tables),
-        "iotlb_hits": iommu.map(|i| i.hits),
-        "iotlb_misses": iommu.map(|i| i.misses),
         "faults": iommu.map(|i| i.faults),
     });
     let card = json!({
@@ -169,7 +168,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize {
         "host": host,
         "card": card,
     });
-    Report { head: o.runs.json(own), files: Each(|| o.run.loaded.files.iter().zip(&o.inputs).map(json_file)) }
+    Report { head: o.runs.json(own), files: o.run.loaded.files.iter().zip(&o.inputs).map(json_file).collect() }
 }
 
 /// Bytes of the staging buffers that a load has at most.
@@ -177,7 +176,7 @@ fn buffers(o: &Outcome) -> u64 {
     o.run.loaded.report.staging.1.saturating_mul(4)
 }
 
-fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<impl Serialize + use<'a>> {
+fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<'a> {
     let how = input.queue.how();
     let mut planned = planned_file(file);
     planned.head["xxh3"] = file.checksum.map(|hash| format!("{hash:016x}")).into();
@@ -187,7 +186,7 @@ fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<imp
     planned
 }
 
-fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
+fn planned_file(file: &LoadedFile) -> File<'_> {
     let head = json!({
         "path": file.path.to_string_lossy(),
         "bytes": file.model.len,
@@ -195,7 +194,12 @@ fn planned_file(file: &LoadedFile) -> File<impl Serialize> {
         "metadata": metadata(file),
         "device_bytes": file.device_bytes(),
     });
-    File { head, tensors: json_tensors(file) }
+    File { head, tensors: file.tensors().map(line).collect() }
+}
+
+fn line(LoadedTensor { tensor: t, va }: &LoadedTensor) -> Line<'_> {
+    let device_va = va.map(|va| va.first().bits());
+    Line { name: &t.name, dtype: &t.dtype, shape: &t.shape, bytes: t.len, device_va }
 }
 
 /// The pairs in the header of a file.
@@ -204,21 +208,8 @@ fn metadata(file: &LoadedFile) -> Option<serde_json::Map<String, Value>> {
     Some(pairs.map(|(key, value)| (key.clone(), value.as_str().into())).collect())
 }
 
-fn json_tensors(file: &LoadedFile) -> impl Serialize {
-    let tensor = |t: &LoadedTensor| {
-        json!({
-            "name": t.tensor.name,
-            "dtype": &*t.tensor.dtype,
-            "shape": t.tensor.shape,
-            "bytes": t.tensor.len,
-            "device_va": t.va.map(|va| va.first().bits()),
-        })
-    };
-    Each(move || file.tensors().map(tensor))
-}
-
 /// The plan of a load, as `--dry-run --json` prints it.
-pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize {
+pub(super) fn plan_json<'a>(device: &str, placed: &'a Loaded) -> Report<'a> {
     let head = json!({
         "schema": 4,
         "command": "load",
@@ -227,7 +218,7 @@ pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize {
         "tensors": tensors(placed),
         "device_bytes": placed.files.iter().map(LoadedFile::device_bytes).sum::<u64>(),
     });
-    Report { head, files: Each(|| placed.files.iter().map(planned_file)) }
+    Report { head, files: placed.files.iter().map(planned_file).collect() }
 }
 
 /// The plan of a load, as text.
@@ -381,12 +372,10 @@ fn details(o: &Outcome) -> String {
     );
     let iommu = match &o.run.iommu {
         Some(i) => format!(
-            "{} in {}; {}; IOTLB {} hits, {} misses; {}",
+            "{} in {}; {}; {}",
             count(r.segments as usize, "segment"),
             leaves(&i.leaves),
             count(i.tables, "table"),
-            i.hits,
-            i.misses,
             count(i.faults as usize, "fault"),
         ),
         None => {
