@@ -141,7 +141,7 @@ impl ByHand {
         *value += 1;
         // SAFETY: the drop waits before it gives up the buffer, its memory and the timeline; nothing uses the buffer.
         // Pages are whole granules, checked above, of memory of the device.
-        Ok(unsafe { self.gpu.bind_sparse(&[(buffer.clone(), binds)], timeline, *value)? })
+        unsafe { self.gpu.bind_sparse(&[(buffer.clone(), binds)], timeline, *value) }.map_err(Error::from)
     }
 
     /// Waits for all binds.
