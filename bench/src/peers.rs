@@ -121,7 +121,7 @@ impl Translation<El1Attributes> for FrameTables {
         (NonNull::new(table.cast()).expect("memory is not at 0"), PhysicalAddress(frame))
     }
 
-    // SAFETY: the caller's duty (the table came from `allocate_table` and is not in use) is all there is to ask for.
+    // SAFETY: no more is asked for than by the trait: that the table came from `allocate_table` and is not in use.
     unsafe fn deallocate_table(&mut self, table: NonNull<ArmTable<El1Attributes>>) {
         Frames::give(table.as_ptr().expose_provenance());
     }

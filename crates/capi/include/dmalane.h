@@ -2,9 +2,17 @@
  * buffer objects and device address spaces (VMs) that bind them page by page; and open devices, to which bytes go.
  *
  * Functions return 0 or a negative error number of <errno.h> on Linux (-EINVAL); dml_last_error() gives details. A
- * function that fails has no effect. All functions may be called from any thread. Objects are numbers; using one
- * that does not exist or was destroyed returns -ENOENT. A required pointer that is null returns -EFAULT. The caller
- * guarantees that other pointers refer to as much memory as the call says.
+ * function that fails has no effect. Objects are numbers; using one that does not exist or was destroyed returns
+ * -ENOENT. A required pointer that is null returns -EFAULT. The caller guarantees that other pointers refer to as much
+ * memory as the call says.
+ *
+ * Threads: all functions may be called from any thread, also on one object at once, and on objects that another thread
+ * destroys. Calls on one target, VM or stream follow each other, and may wait for one that works (a load takes as long
+ * as it takes; dml_target_poll() lets others in every few milliseconds). Calls on different objects never wait for
+ * each other: a device that hangs holds up the calls on it, on its memories and loads, and no others. What another
+ * call uses is destroyed when that ends; of two threads that destroy one object, one gets 0 and the other -ENOENT. The
+ * text of dml_last_error() is the thread's own. Callbacks run on the thread whose call causes them. Numbers are never
+ * reused.
  *
  * The page tables of a VM are allocated by this library. Link with -ldmalane_capi.
  *
@@ -249,7 +257,8 @@ int32_t dml_model_slice(dml_model model, const char *name, const struct dml_slic
 /* Begins to read all tensors on a thread, ahead within the memory limit. */
 int32_t dml_model_stream(dml_model model, dml_stream *stream);
 /* Waits for the next tensor of a stream, and its name as for dml_model_tensor(). -ENOENT behind the last; -ENOMEM when
- * the limit is in use by tensors that are not destroyed within half a second. */
+ * the limit is in use by tensors that are not destroyed within half a second. -ENOENT, too, soon after another thread
+ * has destroyed the stream. */
 int32_t dml_stream_next(dml_stream stream, dml_host_tensor *tensor, struct dml_filled *filled, char *name, size_t size);
 int32_t dml_stream_destroy(dml_stream stream);
 /* Gives the bytes back to the memory limit when no other tensor of the same read is left. */

@@ -169,17 +169,17 @@ unsafe fn strides<'a>(at: *const c_void, stride: usize, count: usize) -> Result<
     unsafe { bytes(at, len) }
 }
 
-/// An array of C's. `T` is a number, a pointer, or a structure of the header of such.
+/// An array of C's.
 ///
 /// # Safety
-/// As for [`strides`], while the iterator is in use.
+/// As for [`strides`], while the iterator is in use. `T` is a number, a pointer, or a structure of the header of such.
 unsafe fn array<'a, T: Copy + 'a>(
     at: *const T,
     count: usize,
 ) -> Result<impl ExactSizeIterator<Item = T> + 'a, Refused> {
     // SAFETY: of the caller.
     let bytes = unsafe { strides(at.cast(), size_of::<T>(), count)? };
-    // SAFETY: each chunk has the bytes of a `T`, for which any bits are right.
+    // SAFETY: each chunk has the bytes of a `T`, for which any bits are right, as the caller says.
     Ok(bytes.chunks_exact(size_of::<T>()).map(|one| unsafe { one.as_ptr().cast::<T>().read_unaligned() }))
 }
 
@@ -486,7 +486,7 @@ exported! {
         let mut failed = None;
         let result = targets::poll(target, capacity, Duration::from_millis(timeout_ms), &mut |ended, text| {
             failed = text.or_else(|| failed.take());
-            // SAFETY: below `capacity`, as `poll` says, so within the room that the caller says is there.
+            // SAFETY: below `capacity`, as `poll` says, so within the room of the contract.
             unsafe { put(done.add(n), ended)? };
             n += 1;
             Ok(())
@@ -634,7 +634,7 @@ exported! {
         let mut result = Ok(());
         objects::runs(vm, va, len, &mut |run| {
             if n < capacity && result.is_ok() {
-                // SAFETY: below `capacity`, checked above, so within the room that the caller says is there.
+                // SAFETY: below `capacity`, checked above, so within the room of the contract.
                 result = unsafe { put(place(runs, n), run) };
             }
             n += 1;

@@ -83,14 +83,15 @@ pub(crate) fn stream(model: u64) -> Result<u64, Refused> {
 }
 
 /// The next tensor of a stream, with its name.
-pub(crate) fn next(stream: u64) -> Result<(String, Placed), Refused> {
-    let stream = lock(&STREAMS).get(stream, "stream")?;
+pub(crate) fn next(number: u64) -> Result<(String, Placed), Refused> {
+    let stream = lock(&STREAMS).get(number, "stream")?;
     let mut stream = lock(&stream);
     loop {
         match stream.next_within(EVERY)? {
             Next::Tensor(tensor) => return Ok((tensor.tensor.name.clone(), add(tensor))),
             Next::End => return Err(Refused::new(Errno::NoEnt, "no tensor is left")),
-            Next::Pending | Next::NeedsMemory => {}
+            // Another thread may have destroyed it meanwhile.
+            Next::Pending | Next::NeedsMemory => drop(lock(&STREAMS).get(number, "stream")?),
         }
     }
 }

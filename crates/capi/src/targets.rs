@@ -34,6 +34,8 @@ struct Target(Mutex<Opened>);
 
 struct Opened {
     device: OpenDevice,
+    /// From then on only loads use the device, which keep it.
+    closed: bool,
     /// Its memory, by handle.
     memory: Handles,
     /// Reserved ranges: where each begins, its length, the handle that it was reserved for.
@@ -69,19 +71,23 @@ impl Target {
         lock(&TARGETS).get(number, "target")
     }
 
-    /// Locks the device; an error when a panic may have left it inconsistent.
-    fn lock(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
+    /// Locks the device, which may be closed; an error when a panic may have left it inconsistent.
+    fn lock_even_closed(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
         let broken = |_| Refused::new(Errno::Canceled, "an earlier call on this target failed because of a bug");
         self.0.lock().map_err(broken)
+    }
+
+    /// Locks the device; an error, too, when another thread has closed it meanwhile.
+    fn lock(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
+        let opened = self.lock_even_closed()?;
+        if opened.closed { Err(Refused::new(Errno::NoEnt, "the target was closed")) } else { Ok(opened) }
     }
 
     /// As [`Target::lock`], for what needs the queues alone.
     fn lock_idle(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
         let opened = self.lock()?;
-        match opened.flying.len() {
-            0 => Ok(opened),
-            n => Err(busy(format_args!("{n} operations have not been polled"))),
-        }
+        opened.idle()?;
+        Ok(opened)
     }
 }
 
@@ -92,7 +98,8 @@ fn busy(what: impl std::fmt::Display) -> Refused {
 pub(crate) fn open(name: &str) -> Result<u64, Refused> {
     let device = dmalane::open(name)?;
     let (memory, ranges, flying) = (Handles::default(), BTreeMap::new(), BTreeMap::new());
-    Ok(lock(&TARGETS).add(Target(Mutex::new(Opened { device, memory, ranges, flying, done: Vec::new() }))))
+    let opened = Opened { device, closed: false, memory, ranges, flying, done: Vec::new() };
+    Ok(lock(&TARGETS).add(Target(Mutex::new(opened))))
 }
 
 /// `DML_TARGET_FLAT`.
@@ -122,7 +129,9 @@ pub(crate) fn info(target: u64) -> Result<DmlTargetInfo, Refused> {
 }
 
 pub(crate) fn close(target: u64) -> Result<(), Refused> {
-    drop(Target::of(target)?.lock_idle()?);
+    // It closes with the last reference, of this call or of one that waits for it: without a lock.
+    let found = Target::of(target)?;
+    found.lock_idle()?.closed = true;
     remove(&TARGETS, target, "target")
 }
 
@@ -372,6 +381,13 @@ fn give_back(memories: &[Arc<HostMemory>], hosts: Vec<HostSlice>) {
 }
 
 impl Opened {
+    fn idle(&self) -> Result<(), Refused> {
+        match self.flying.len() {
+            0 => Ok(()),
+            n => Err(busy(format_args!("{n} operations have not been polled"))),
+        }
+    }
+
     fn submit_all(
         &mut self,
         requests: impl Iterator<Item = Result<DmlTargetOp, Refused>>,
@@ -567,7 +583,8 @@ pub(crate) fn tensor(number: u64, name: Option<&str>, index: u64) -> Result<(Dml
 
 pub(crate) fn unload(number: u64) -> Result<(), Refused> {
     let load = lock(&LOADS).get(number, "load")?;
-    let mut opened = load.target.lock_idle()?;
+    let mut opened = load.target.lock_even_closed()?;
+    opened.idle()?;
     let loaded = lock(&load.loaded).take();
     remove(&LOADS, number, "load")?;
     Ok(loaded.map_or(Ok(()), |loaded| opened.device.unload(loaded))?)

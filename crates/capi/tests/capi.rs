@@ -6,9 +6,13 @@ mod layers;
 #[path = "../../cli/tests/it/supervisor.rs"]
 mod supervisor;
 
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
+use dmalane::daemon::{ClientOptions, Config, Listener, Server, status};
 use dmalane_slash::model::{DriverModel, Version, Vrtd};
 use layers::{Layers, is_skip};
 
@@ -131,6 +135,77 @@ fn a_program_in_c_on_a_v80() {
         assert_eq!((model.violations(), model.pairs(), vrtd.lent()), (Vec::new(), 0, Vec::new()), "{device}");
     }
     std::fs::remove_file(socket).unwrap();
+}
+
+/// Marks the process that is the daemon of a test, by its socket.
+const SOCKET: &str = "DMALANE_TEST_SOCKET";
+
+/// A daemon in another process, which can be stopped.
+struct Daemon(Child);
+
+impl Daemon {
+    /// Starts the same test again, which then runs [`Daemon::serve`], and waits until it listens.
+    fn start(test: &str, socket: &Path) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(SOCKET, socket);
+        let child = command.stdout(Stdio::null()).spawn().unwrap();
+        let daemon = Self(child);
+        let start = Instant::now();
+        while status(&ClientOptions::new(socket)).is_err() {
+            assert!(start.elapsed() < Duration::from_secs(60), "the daemon does not listen");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        daemon
+    }
+
+    /// Serves until it is killed.
+    fn serve(socket: &Path) {
+        let listener = Listener::bind(socket, 0o600).unwrap();
+        let server = Server::new(Config::default(), |_| {}).unwrap();
+        let (_stop, stopped) = UnixStream::pair().unwrap();
+        server.run(listener, stopped.as_fd()).unwrap();
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_daemon_that_hangs_holds_up_nobody_else() {
+    if let Some(socket) = std::env::var_os(SOCKET) {
+        return Daemon::serve(Path::new(&socket));
+    }
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("SKIPPED: there is no C compiler cc");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let program = compile("cc", "tests/stopped.c", "capi-stopped", &["-std=c11"], &library);
+    let folder = tempfile::tempdir().unwrap();
+    let sockets = ["stopped", "works"].map(|name| folder.path().join(name));
+    let daemons = sockets.each_ref().map(|socket| Daemon::start("a_daemon_that_hangs_holds_up_nobody_else", socket));
+    let stopped = daemons[0].0.id().to_string();
+    let mut program = Command::new(&program);
+    let program = program.arg(&sockets[0]).arg(stopped).arg(&sockets[1]);
+    let mut ran = program.stdout(Stdio::piped()).spawn().unwrap();
+    // A call that waits for the daemon that is stopped waits for ever.
+    let start = Instant::now();
+    let status = loop {
+        match ran.try_wait().unwrap() {
+            Some(status) => break status,
+            None if start.elapsed() > Duration::from_secs(240) => {
+                ran.kill().unwrap();
+                panic!("a call on the daemon that works waits for the one that is stopped");
+            }
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    let said = std::io::read_to_string(ran.stdout.take().unwrap()).unwrap();
+    assert!(status.success() && said.is_empty(), "{status}: {said}");
 }
 
 #[test]

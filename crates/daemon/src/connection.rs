@@ -4,6 +4,7 @@
 //! effect.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_dma::{Mapping, Registrar, SharedBuf};
+use dmalane_dma::{Error as DmaError, Mapping, Registrar, SharedBuf};
 use dmalane_sim::Allowance;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -322,21 +323,14 @@ impl Connection {
         }
     }
 
-    /// Checks that one more buffer of `len` bytes is within the client's limits.
-    fn check_quota(&self, state: &ServerState, len: u64) -> Result<(), Refused> {
+    /// Bytes that one more buffer may have.
+    fn room_for_buffer(&self, state: &ServerState) -> Result<u64, Refused> {
         let limits = &state.config.limits;
         if self.buffers.len() >= limits.buffers as usize {
             let text = format!("a client may have {} buffers: unmap one", limits.buffers);
             return Err(Refused(Code::Quota, text));
         }
-        if len > limits.bytes - self.bytes {
-            let text = format!(
-                "a buffer of {len} bytes: {} of {} are in use; use smaller ones, or unmap one",
-                self.bytes, limits.bytes
-            );
-            return Err(Refused(Code::Quota, text));
-        }
-        Ok(())
+        Ok(limits.bytes - self.bytes)
     }
 
     /// Charges memory or descriptors to the user.
@@ -429,13 +423,17 @@ impl Connection {
             if let Some(buffer) = self.buffers.get_mut(&key) {
                 buffer.maps += 1;
             } else {
-                let len = rustix::fs::fstat(&fd).map_or(0, |s| u64::try_from(s.st_size).unwrap_or(0));
-                self.check_quota(state, len)?;
-                let bad = |e| Refused(Code::BadDescriptor, format!("descriptor {i}: {e}"));
-                let buf = SharedBuf::import(fd).map_err(bad)?;
-                // The memfd is sealed against shrinking only: it may have grown since.
+                let left = self.room_for_buffer(state)?;
+                // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
+                let buf = SharedBuf::import_up_to(fd, left).map_err(|e| match e {
+                    DmaError::Import(e) if e.kind() == ErrorKind::OutOfMemory && e.raw_os_error().is_none() => {
+                        let (used, all) = (self.bytes, state.config.limits.bytes);
+                        let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
+                        Refused(Code::Quota, text)
+                    }
+                    e => Refused(Code::BadDescriptor, format!("descriptor {i}: {e}")),
+                })?;
                 let len = buf.len() as u64;
-                self.check_quota(state, len)?;
                 let charges = [self.charge(&state.accounts.memory, len)?, self.charge(&state.accounts.descriptors, 1)?];
                 self.bytes += len;
                 self.buffers.insert(key, Buffer { buf, maps: 1, _charges: charges });

@@ -232,12 +232,15 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Mutex;
 
+    use dmalane_addr::Access;
     use dmalane_card::Card;
-    use dmalane_dma::MemfdHeap;
+    use dmalane_dma::{Heap, MemfdHeap};
+    use dmalane_queue::Registered;
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+    use zerocopy::FromZeros;
 
     use super::*;
-    use crate::wire::{ClientRequest, MAX_MESSAGE};
+    use crate::wire::{ClientRequest, ClientStatus, MAX_MESSAGE};
     use crate::{Client, ClientOptions, status};
 
     #[test]
@@ -349,6 +352,69 @@ mod tests {
         answered();
         drop(client);
         until(0);
+    }
+
+    #[test]
+    fn who_has_all_descriptors_is_told_so_and_served_no_more() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
+        let (descriptors, me) = (server.state.accounts.descriptors.clone(), rustix::process::geteuid().as_raw());
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        // A quarter is the daemon's own, and of the rest a quarter is for other users.
+        let all = Charge::new(&descriptors, me, 36).unwrap();
+        // The administrator may look, and nothing else.
+        let error = Client::connect(ClientOptions::new(&path)).err().unwrap().to_string();
+        assert!(error.contains("limit of descriptors (LimitNOFILE="), "{error}");
+        status(&ClientOptions::new(&path)).unwrap();
+        drop(all);
+        drop(Client::connect(ClientOptions::new(&path)).unwrap());
+        drop(stop);
+        daemon.join().unwrap();
+    }
+
+    #[test]
+    fn who_is_over_a_limit_or_owes_is_not_served_until_that_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
+        let (state, me) = (server.state.clone(), rustix::process::geteuid().as_raw());
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let client = Client::connect(ClientOptions::new(&path)).unwrap();
+        let buf = MemfdHeap::new().allocate(4096).unwrap().share();
+        let map = || drop(Registered::new(&client, &buf, Access::READ).unwrap());
+        let ask = || drop(status(&ClientOptions::new(&path)).unwrap());
+        let waits_until = |request: &(dyn Fn() + Sync), end: &dyn Fn(), what: &str| {
+            thread::scope(|scope| {
+                let request = scope.spawn(request);
+                thread::sleep(Duration::from_millis(100));
+                let served = request.is_finished();
+                end();
+                request.join().unwrap();
+                assert!(!served, "{what}");
+            });
+        };
+        let over = Mutex::new(Some(Charge::forced(&state.accounts.descriptors, me, 64)));
+        waits_until(&map, &|| drop(lock(&over).take()), "too many descriptors");
+        // Who owes and is alone is served: nobody has a loss.
+        let queue = &state.run_queue;
+        queue.paused.store(true, Ordering::SeqCst);
+        queue.wake();
+        while !queue.parked.load(Ordering::SeqCst) {
+            thread::sleep(POLL_INTERVAL);
+        }
+        queue.charge(me, Duration::from_millis(10));
+        ask();
+        let other = Peer { pid: 1, uid: me + 1, user: me + 1, allowed: true, admin: false };
+        state.add(u64::MAX, other, ClientStatus::new_zeroed());
+        waits_until(&ask, &|| queue.paused.store(false, Ordering::SeqCst), "a debt beside another user");
+        state.remove(u64::MAX);
+        drop((client, stop));
+        daemon.join().unwrap();
     }
 
     #[test]

@@ -374,8 +374,11 @@ fn requests_that_must_be_refused() {
     assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), None);
     let large = memfd(9 << 20);
     assert_eq!(raw.map(1, &[page], &[large.export().unwrap()]).code(), Some(Code::Quota), "the whole memfd counts");
+    let parts = [5, 4, 3].map(|mib| memfd(mib << 20));
+    let mapped = parts.each_ref().map(|part| raw.map(1, &[page], &[part.export().unwrap()]).code());
+    assert_eq!(mapped, [None, Some(Code::Quota), None], "5 and 3 MiB are all that is allowed");
     bystander.check();
-    drop((raw, kept, large, buf, unsealed, growing, huge, readonly, event, file, null, wrong));
+    drop((raw, kept, large, parts, buf, unsealed, growing, huge, readonly, event, file, null, wrong));
     end(daemon, bystander, before);
 }
 

@@ -204,9 +204,6 @@ impl SharedBuf {
     /// # Errors
     /// Returns the buffer while a mapping, registration or other reference exists, and always once it was exported.
     pub fn into_cpu(self) -> Result<CpuBuf, SharedBuf> {
-        if self.slice.memory().region.is_exported() {
-            return Err(self);
-        }
         let Memory { region, backing, account, .. } = Arc::try_unwrap(self.slice.into_memory())
             .map_err(|memory| SharedBuf { slice: BufferSlice::whole(memory) })?;
         match Exclusive::new(region) {

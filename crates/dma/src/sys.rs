@@ -100,7 +100,12 @@ unsafe impl Sync for Region {}
 impl Region {
     /// A mapping that was just made, with the file behind it. Core files are without it: it holds data of users and of
     /// other processes.
-    fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
+    ///
+    /// # Safety
+    /// `base..base + len` is a mapping that is readable, writable and nobody else's, of the file from its first byte if
+    /// there is one. Who else can write to its pages than the holders of this region and of what it exports is a reason
+    /// to set `exported` at once.
+    unsafe fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
         let ptr = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
         let (exported, writing) = (AtomicBool::new(false), Mutex::new(()));
         let region = Self { ptr, len, fd, exported, writing, home: None, slab: None, driver: None };
@@ -138,7 +143,8 @@ impl Region {
             // total).
             unsafe { mm::munmap(start.wrapping_add(len).cast(), tail) }?;
         }
-        let region = Self::whole(start, len, None)?;
+        // SAFETY: what is left of the mapping made above, which is private.
+        let region = unsafe { Self::whole(start, len, None)? };
         if pages == PageKind::Transparent {
             region.advise(0, len, Advice::LinuxHugepage)?;
         }
@@ -156,7 +162,8 @@ impl Region {
             PageKind::Hugetlb2M => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
             PageKind::Transparent | PageKind::Base => {}
         }
-        let region = Self::shared(sealed_memfd(name, flags, len as u64)?, len, false)?;
+        // SAFETY: a new memfd that nobody else has, of this length, which is sealed.
+        let region = unsafe { Self::shared(sealed_memfd(name, flags, len as u64)?, len, false)? };
         if pages == PageKind::Transparent {
             // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
             let _ = region.advise(0, len, Advice::LinuxHugepage);
@@ -181,7 +188,8 @@ impl Region {
             }
             // SAFETY: no address is asked for, so no existing mapping is replaced.
             let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, range.start) }?;
-            let region = Self::whole(base.cast(), len, None)?;
+            // SAFETY: the mapping made above; it is said to be exported below.
+            let region = unsafe { Self::whole(base.cast(), len, None)? };
             region.exported.store(true, Ordering::Relaxed);
             Ok(region)
         };
@@ -216,15 +224,20 @@ impl Region {
             let why = format!("the memfd has {len} bytes, but at most {most} are allowed");
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
         }
-        Self::shared(fd, len, true)
+        // SAFETY: the file cannot shrink, checked above, and counts as exported.
+        unsafe { Self::shared(fd, len, true) }
     }
 
-    /// Maps the first `len` bytes of a file, shared. The caller has checked that the file cannot shrink.
-    fn shared(fd: OwnedFd, len: usize, exported: bool) -> io::Result<Self> {
+    /// Maps the first `len` bytes of a file, shared.
+    ///
+    /// # Safety
+    /// The file has so many bytes and cannot shrink. If it is not `exported`, nobody else has it.
+    unsafe fn shared(fd: OwnedFd, len: usize, exported: bool) -> io::Result<Self> {
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base =
             unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
-        let region = Self::whole(base.cast(), len, Some(fd))?;
+        // SAFETY: the mapping made above, from the file's first byte; others have the file only if it is exported.
+        let region = unsafe { Self::whole(base.cast(), len, Some(fd))? };
         region.exported.store(exported, Ordering::Relaxed);
         Ok(region)
     }
@@ -246,7 +259,8 @@ impl Region {
     pub(crate) fn dma_buf(heap: BorrowedFd<'_>, len: NonZeroUsize) -> io::Result<Self> {
         let len = len.get();
         let fd = allocate_dma_buf(heap, len)?;
-        Self::shared(fd, len, false)
+        // SAFETY: a new dma-buf that nobody else has; dma-bufs have one length for ever.
+        unsafe { Self::shared(fd, len, false) }
     }
 
     /// Maps a whole imported dma-buf, shared. It counts as exported from the start.
@@ -263,7 +277,8 @@ impl Region {
         if len == 0 || !len.is_multiple_of(4096) {
             return Err(refuse("the length of the dma-buf is not a multiple of 4 KiB"));
         }
-        Self::shared(fd, len, true)
+        // SAFETY: dma-bufs have one length for ever, this one so many bytes, and it counts as exported.
+        unsafe { Self::shared(fd, len, true) }
     }
 
     /// Begins or ends a CPU access to a dma-buf. `Unsupported` for other memory.
@@ -388,8 +403,8 @@ impl Region {
         while done < len {
             let to = self.ptr.as_ptr().wrapping_add(offset + done);
             let at = i64::try_from(at + done as u64).map_err(|_| io::ErrorKind::InvalidInput)?;
-            // SAFETY: the range lies in this region (checked above), and no reference into it is in use (invariant of
-            // `Region`); the caller's `Absent` owns it.
+            // SAFETY: the range lies in this region (checked above), and no reference into it is in use: only
+            // `Exclusive` makes them, which owns its region, and this one is borrowed.
             match usize::try_from(unsafe { libc::pread64(file.as_raw_fd(), to.cast(), len - done, at) }) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(n) => done += n,

@@ -365,6 +365,39 @@ mod tests {
         ring.free.push(0);
     }
 
+    /// The slice is the middle of a buffer: nothing before the part that is still to be moved changes, nor behind it.
+    #[test]
+    fn after_a_short_read_the_kernel_fills_the_rest_alone() {
+        const HALF: usize = LEN / 2;
+        let mut file = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut file, &[7; 4 * LEN]).unwrap();
+        let file = Arc::new(file);
+        let mut buffer = AnonHeap::new().allocate(3 * LEN).unwrap();
+        buffer.fill(1);
+        let mut behind = buffer.share().into_slice();
+        let before = behind.split_off_front(LEN).unwrap();
+        let slice = behind.split_off_front(LEN).unwrap();
+        let mut read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, slice, at: 0, done: HALF };
+        let check = |read: &Request, moved: i32, how: &str| {
+            assert_eq!(moved, HALF as i32, "{how}");
+            let bytes = |slice: &BufferSlice| {
+                let mut bytes = vec![0; slice.len()];
+                slice.as_volatile_slice().read(&mut bytes);
+                bytes
+            };
+            assert_eq!(bytes(&read.slice), [[1; HALF], [7; HALF]].concat(), "{how}");
+            assert_eq!([bytes(&before), bytes(&behind)], [vec![1; LEN], vec![1; LEN]], "{how}");
+        };
+        let moved = pread(&mut read);
+        check(&read, moved, "pread");
+        read.slice.as_volatile_slice().fill(1);
+        let Ok(mut ring) = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")) else { return };
+        assert!(ring.push(read).is_ok());
+        ring.enter(Some(Duration::from_secs(60))).unwrap();
+        let (read, moved) = ring.reap().expect("a file is read at once");
+        check(&read, moved, "a ring");
+    }
+
     #[test]
     fn a_dead_ring_gives_back_what_the_kernel_never_saw() {
         let heap = AnonHeap::new();

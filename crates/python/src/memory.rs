@@ -259,7 +259,7 @@ impl Described<'_> {
         let data = block.as_volatile_slice().as_ptr().cast();
         match abi {
             ExportAbi::Versioned => {
-                // SAFETY: the block has the bytes (checked above), and is the caller's own.
+                // SAFETY: the block has the bytes (checked above), and is nobody else's.
                 let made = unsafe { self.managed::<DLManagedTensorVersioned>(block, data, DLDevice::CPU, flags) };
                 Ok(made?.into_pyobject(py)?.unbind())
             }

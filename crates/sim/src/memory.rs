@@ -321,7 +321,46 @@ impl Bank {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicU64;
+
     use super::*;
+
+    /// Takes as much as is asked for.
+    #[derive(Default)]
+    struct Taken(AtomicU64);
+
+    impl Allowance for Taken {
+        fn take(&self, bytes: u64) -> bool {
+            self.0.fetch_add(bytes, Ordering::Relaxed);
+            true
+        }
+
+        fn give(&self, bytes: u64) {
+            self.0.fetch_sub(bytes, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn memory_that_two_channels_touch_at_once_counts_once() {
+        const BLOCKS: u64 = 64;
+        let taken = Arc::new(Taken::default());
+        let memory = CardMemory::new(BLOCKS * BLOCK, 2 * BLOCK).unwrap().with_allowance(taken.clone());
+        let barrier = Barrier::new(2);
+        let touch = || {
+            let mut made = 0;
+            for block in 0..BLOCKS {
+                barrier.wait();
+                memory.ddr.view(CardAddr::new(block * BLOCK), 8, &mut made).unwrap();
+            }
+            made
+        };
+        let made = std::thread::scope(|scope| {
+            let other = scope.spawn(touch);
+            touch() + other.join().unwrap()
+        });
+        assert_eq!((made, taken.0.load(Ordering::Relaxed)), (BLOCKS * BLOCK, BLOCKS * BLOCK));
+    }
 
     #[test]
     fn reads_zeros_and_costs_what_is_touched() {

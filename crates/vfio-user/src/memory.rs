@@ -248,6 +248,17 @@ mod tests {
     }
 
     #[test]
+    fn the_mappings_of_a_client_are_limited() {
+        let memory = ClientMemory::new();
+        let map = |page: u64| memory.map(span(page << 12, 4096), Access::RW, None, 0);
+        (1..=MAX_MAPPINGS as u64).for_each(|page| map(page).unwrap());
+        assert_eq!(map(MAX_MAPPINGS as u64 + 1), Err(Errno::NOSPC));
+        memory.unmap(span(1 << 12, 4096)).unwrap();
+        map(MAX_MAPPINGS as u64 + 1).unwrap();
+        assert_eq!((map(1), memory.mappings()), (Err(Errno::NOSPC), MAX_MAPPINGS));
+    }
+
+    #[test]
     fn a_device_accesses_only_mapped_memory() {
         let memory = ClientMemory::new();
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(16 << 10).unwrap().share();

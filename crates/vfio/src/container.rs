@@ -1,4 +1,8 @@
 //! Containers: devices that share one IOMMU address space, and the memory mapped into it, with either backend.
+//!
+//! `unsafe` where devices get access to memory: [`VfioContainer::map_list`] is where a list of pins that are admitted
+//! meets the kernel, and [`Mapping`] keeps them until it is unmapped.
+#![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -218,7 +222,9 @@ impl VfioContainer {
         let mut state = inner.lock();
         let place = start_of_longest(list.iter().map(|p| (address(p) as u64, p.range().len() as u64)));
         let lease = state.iovas.allocate(place, len)?;
-        if let Err((e, done)) = inner.map_contiguous(&list, lease.span(), access) {
+        // SAFETY: admitted above; the mapping owns the list until `Inner::unmap` has unmapped it. What the kernel
+        // refuses to unmap, there or below, is leaked with its admission.
+        if let Err((e, done)) = unsafe { inner.map_contiguous(&list, lease.span(), access) } {
             // Neither IOVAs nor memory that may still be mapped are used again.
             match done.is_none_or(|done| inner.unmap_span(done)) {
                 true => state.iovas.free(lease),
@@ -300,7 +306,10 @@ impl Inner {
     }
 
     /// Maps the list at contiguous IOVAs, which it fills. An error comes with the span that is still mapped.
-    fn map_contiguous(
+    ///
+    /// # Safety
+    /// All of the list is admitted for the access, and stays so until the kernel has unmapped it.
+    unsafe fn map_contiguous(
         &self,
         list: &[Pinned],
         all: Span<Iova>,
@@ -312,14 +321,19 @@ impl Inner {
             let len = pinned.range().len() as u64;
             let span = all.sub(done, len).expect("the lengths add up to the span's");
             let file = by_file.then(|| (pinned.reference(), pinned.range().start as u64));
-            self.map_span(address(pinned), file, span, access).map_err(|e| (e, all.sub(0, done)))?;
+            // SAFETY: of the caller; a pin keeps its buffer mapped here.
+            let mapped = unsafe { self.map_span(address(pinned), file, span, access) };
+            mapped.map_err(|e| (e, all.sub(0, done)))?;
             done += len;
         }
         Ok(())
     }
 
     /// Makes one mapping in the kernel: of memory at an address of this process, or of its file at an offset.
-    pub(crate) fn map_span(
+    ///
+    /// # Safety
+    /// As for [`sys::dma_map`].
+    pub(crate) unsafe fn map_span(
         &self,
         va: usize,
         file: Option<(&BufferRef, u64)>,
@@ -327,8 +341,12 @@ impl Inner {
         access: Access,
     ) -> Result<(), Error> {
         let mapped = match self.kernel.get().ok_or(Error::NoType1)? {
-            Kernel::Type1(container) => sys::dma_map(container.as_fd(), va, span.len(), span.first(), access),
-            Kernel::Iommufd(space) => space.map(va, file, span, access),
+            // SAFETY: of the caller.
+            Kernel::Type1(container) => unsafe {
+                sys::dma_map(container.as_fd(), va, span.len(), span.first(), access)
+            },
+            // SAFETY: of the caller.
+            Kernel::Iommufd(space) => unsafe { space.map(va, file, span, access) },
         };
         mapped.map_err(|source| explain(source, va, span, access))
     }
@@ -489,7 +507,8 @@ mod tests {
     fn addresses(container: &VfioContainer, device: &PciDevice, constant: usize) {
         let inner = &container.0;
         let at = span(0x20_0000, 0x20_ffff);
-        let map = |va: usize, span, access| inner.map_span(va, None, span, access);
+        // SAFETY: no device does anything, and what is mapped for writing is no variable.
+        let map = |va: usize, span, access| unsafe { inner.map_span(va, None, span, access) };
         let refused = map(constant, at, Access::RW).unwrap_err();
         assert!(matches!(refused, Error::NotMemory { writable: true, .. }), "{refused}");
         map(constant, at, Access::READ).unwrap();
@@ -504,15 +523,18 @@ mod tests {
         let heap = dma::DmaHeap::open("system").unwrap();
         let dma_buf = dma::Heap::allocate(&heap, 4096).unwrap().share();
         let (buffer, file) = (dma_buf.reference(), dma_buf.export().unwrap());
-        assert_eq!(errno(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
+        // SAFETY: as above.
+        assert_eq!(errno(unsafe { space.map_dma_buf(file, 0, at, Access::RW) }), Err(Errno::OPNOTSUPP));
         let can_map = |region: &&crate::PciRegion| region.index < 6 && region.mappable.contains(&(0..region.len));
         let region = device.regions().iter().find(can_map).unwrap();
         let bar = device.map_bar(region.index, None, crate::BarAlignment::LargestPage).unwrap();
-        assert_eq!(errno(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
-        assert_eq!(errno(space.map(buffer.address(), Some((&buffer, 0)), at, Access::RW)), Err(Errno::FAULT));
+        // SAFETY: as above.
+        let map = |va, file, span| errno(unsafe { space.map(va, file, span, Access::RW) });
+        assert_eq!(map(bar.address(), None, at), Err(Errno::FAULT), "a BAR by its address");
+        assert_eq!(map(buffer.address(), Some((&buffer, 0)), at), Err(Errno::FAULT));
         let memfd = dma::Heap::allocate(&dma::MemfdHeap::new(), 8192).unwrap().share();
         let buffer = memfd.reference();
-        let map = |span| errno(space.map(buffer.address(), Some((&buffer, 0)), span, Access::RW));
+        let map = |span| map(buffer.address(), Some((&buffer, 0)), span);
         let two = span(0x20_0000, 0x20_1fff);
         assert_eq!(map(two), Ok(()));
         assert_eq!(map(at), Err(Errno::EXIST));

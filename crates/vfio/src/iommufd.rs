@@ -1,4 +1,7 @@
 //! The iommufd backend: one address space, to which devices are attached by their own files.
+//!
+//! `unsafe` passes on what devices get access to: [`sys::dma_map`] says what the caller promises.
+#![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
 use std::io;
@@ -45,7 +48,10 @@ impl Iommufd {
     }
 
     /// Maps memory of this process at `va`, by its file if it has one.
-    pub(crate) fn map(
+    ///
+    /// # Safety
+    /// As for [`sys::dma_map`].
+    pub(crate) unsafe fn map(
         &self,
         va: usize,
         file: Option<(&BufferRef, u64)>,
@@ -53,18 +59,32 @@ impl Iommufd {
         access: Access,
     ) -> io::Result<()> {
         self.record(span, || match file.filter(|_| self.files.load(Ordering::Relaxed)) {
-            Some((buffer, start)) => self.map_file(va, buffer, start, span, access),
-            None => self.map_address(va, span, access),
+            // SAFETY: of the caller.
+            Some((buffer, start)) => unsafe { self.map_file(va, buffer, start, span, access) },
+            // SAFETY: of the caller.
+            None => unsafe { self.map_address(va, span, access) },
         })
     }
 
-    fn map_address(&self, va: usize, span: Span<Iova>, access: Access) -> io::Result<()> {
-        sys::ioas_map(self.fd.as_fd(), self.ioas, va, span, access)
+    /// # Safety
+    /// As for [`sys::dma_map`].
+    unsafe fn map_address(&self, va: usize, span: Span<Iova>, access: Access) -> io::Result<()> {
+        // SAFETY: of the caller.
+        unsafe { sys::ioas_map(self.fd.as_fd(), self.ioas, va, span, access) }
     }
 
-    fn map_file(&self, va: usize, buffer: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
-        let mapped = sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, buffer, start, span, access);
-        match mapped {
+    /// # Safety
+    /// As for [`sys::dma_map`].
+    unsafe fn map_file(
+        &self,
+        va: usize,
+        buffer: &BufferRef,
+        start: u64,
+        span: Span<Iova>,
+        access: Access,
+    ) -> io::Result<()> {
+        // SAFETY: of the caller.
+        match unsafe { sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, buffer, start, span, access) } {
             Some(Ok(())) => return Ok(()),
             // Not every kernel with iommufd can map files.
             Some(Err(e)) if Errno::from_io_error(&e) == Some(Errno::NOTTY) => {
@@ -74,18 +94,24 @@ impl Iommufd {
             // occurs again below.
             Some(Err(_)) | None => {}
         }
-        self.map_address(va, span, access)
+        // SAFETY: of the caller.
+        unsafe { self.map_address(va, span, access) }
     }
 
     /// Maps part of a dma-buf of device memory.
-    pub(crate) fn map_dma_buf(
+    ///
+    /// # Safety
+    /// As for [`sys::ioas_map_file`].
+    pub(crate) unsafe fn map_dma_buf(
         &self,
         dma_buf: BorrowedFd<'_>,
         start: u64,
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
-        self.record(span, || sys::ioas_map_file(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
+        // SAFETY: of the caller.
+        let map = || unsafe { sys::ioas_map_file(self.fd.as_fd(), self.ioas, dma_buf, start, span, access) };
+        self.record(span, map)
     }
 
     /// Unmaps the mappings within the span, and returns their bytes.
@@ -149,10 +175,14 @@ mod tests {
         let memfd = MemfdHeap::new().allocate(8192).unwrap().share().reference();
         let two = span(0x2000, 0x3fff);
         // By its file first, and then, as with memory that has none, by its address.
-        assert_eq!(errno(space.map(memfd.address(), Some((&memfd, 0)), two, Access::RW)), Some(Errno::NOTTY));
+        // SAFETY: the file maps nothing.
+        let map = || unsafe { space.map(memfd.address(), Some((&memfd, 0)), two, Access::RW) };
+        assert_eq!(errno(map()), Some(Errno::NOTTY));
         assert!(!space.files.load(Ordering::Relaxed), "the kernel is not asked for files again");
-        assert_eq!(errno(space.map(memfd.address(), Some((&memfd, 0)), two, Access::RW)), Some(Errno::NOTTY));
-        assert_eq!(errno(space.map_dma_buf(space.fd.as_fd(), 0, two, Access::RW)), Some(Errno::NOTTY));
+        assert_eq!(errno(map()), Some(Errno::NOTTY));
+        // SAFETY: as above.
+        let mapped = unsafe { space.map_dma_buf(space.fd.as_fd(), 0, two, Access::RW) };
+        assert_eq!(errno(mapped), Some(Errno::NOTTY));
         assert!(space.lock().is_empty(), "nothing was mapped");
         assert_eq!(errno(space.attach(space.fd.as_fd()).map(drop)), Some(Errno::NOTTY));
         // Half a mapping is refused here, a whole one by the kernel; it stays on the list.

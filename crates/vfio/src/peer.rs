@@ -1,4 +1,7 @@
 //! BARs that are mapped for the DMA of other devices.
+//!
+//! `unsafe` where devices get access to a BAR: it is memory that no reference of this process leads into.
+#![allow(unsafe_code)]
 
 use std::fmt;
 use std::ops::Range;
@@ -152,15 +155,22 @@ fn map_bar(
     span: Span<Iova>,
     access: Access,
 ) -> Result<(Arc<Revocable>, Duration), Error> {
+    if start.checked_add(span.len()).is_none_or(|end| end > bar.len()) {
+        return Err(bar.error(RegionError::OutOfRange));
+    }
     // No reset until the mapping is registered.
     let _gate = bar.device().responding(bar.region())?;
     let va = bar.address() + start as usize;
     let began = Instant::now();
     let kernel = container.kernel.get().ok_or(Error::NoType1)?;
     match kernel {
-        Kernel::Type1(_) => container.map_span(va, None, span, access)?,
+        // SAFETY: memory of the BAR, as was checked above, to which nobody has references (`BarMemory`). The kernel
+        // pins it, so that it stays the device's even if the BAR is unmapped here.
+        Kernel::Type1(_) => unsafe { container.map_span(va, None, span, access)? },
         Kernel::Iommufd(space) => {
-            let mapped = space.map_dma_buf(bar.dma_buf()?, start, span, access);
+            let dma_buf = bar.dma_buf()?;
+            // SAFETY: as above; the dma-buf is of this BAR.
+            let mapped = unsafe { space.map_dma_buf(dma_buf, start, span, access) };
             mapped.map_err(|source| match Errno::from_io_error(&source) {
                 Some(Errno::NODEV) => bar.error(RegionError::Disabled),
                 _ => explain(source, (bar.range().start + start) as usize, span, access),

@@ -55,7 +55,7 @@ fn checked(result: libc::c_int) -> io::Result<i32> {
 
 /// Makes a request whose argument is a number, or that has none.
 fn number(fd: BorrowedFd<'_>, request: Request, argument: libc::c_ulong) -> io::Result<i32> {
-    debug_assert!(matches!(
+    assert!(matches!(
         request,
         Request::GetApiVersion | Request::CheckExtension | Request::SetIommu | Request::DeviceReset
     ));
@@ -64,20 +64,33 @@ fn number(fd: BorrowedFd<'_>, request: Request, argument: libc::c_ulong) -> io::
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument) })
 }
 
-/// Makes a request whose argument begins with its own length in bytes, `argsz`, which this function fills in.
+/// Makes a request whose argument begins with its own length in bytes, `argsz`, which this function fills in, and that
+/// gives no device access to memory.
 fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Result<i32> {
-    argument[0] = size_of_val(argument) as u32;
-    debug_assert!(!matches!(
+    assert!(!matches!(request, Request::IommuMapDma | Request::IoasMap | Request::IoasMapFile));
+    // SAFETY: not one of the requests that map memory, checked above.
+    unsafe { words_to_map(fd, request, argument) }
+}
+
+/// As [`words`], also for a request that maps memory.
+///
+/// # Safety
+/// The memory that the argument has mapped, if any, is memory that devices may access: see [`dma_map`].
+unsafe fn words_to_map(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Result<i32> {
+    assert!(!matches!(
         request,
-        Request::SetIommu
+        Request::GetApiVersion
+            | Request::SetIommu
             | Request::CheckExtension
             | Request::GroupSetContainer
             | Request::GroupGetDeviceFd
+            | Request::DeviceReset
             | Request::IoasIovaRanges
     ));
-    // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes (`size`, to iommufd), the length of
-    // the slice, and refuses one that is too short for it. The argument has no pointers, but for the address of memory
-    // to map (see `dma_map`).
+    argument[0] = size_of_val(argument) as u32;
+    // SAFETY: of these requests (checked above) the kernel reads and writes at most `argsz` bytes (`size`, to iommufd),
+    // the length of the slice, and refuses one that is too short for it. The only pointer in an argument is the address
+    // of memory to map, for which the caller vouches.
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument.as_mut_ptr()) })
 }
 
@@ -182,15 +195,27 @@ pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
 /// Maps `len` bytes at address `va` of this process to `iova` for the devices of the container.
 ///
 /// The kernel pins the pages until they are unmapped, so a device never accesses pages with a new owner, even if `va`
-/// is unmapped. The caller must ensure that no slice of them exists while a device writes (`Pinned::admit`).
-pub(crate) fn dma_map(container: BorrowedFd<'_>, va: usize, len: u64, iova: Iova, access: Access) -> io::Result<()> {
+/// is unmapped.
+///
+/// # Safety
+/// Until the kernel has unmapped them, no reference to the bytes is in use that the access contradicts: none at all
+/// where devices may write, none that is mutable where they may read. A [`Pinned`](dmalane_dma::Pinned) that was
+/// admitted for the access and lives as long sees to that, and nobody has references into a [`BarMemory`].
+pub(crate) unsafe fn dma_map(
+    container: BorrowedFd<'_>,
+    va: usize,
+    len: u64,
+    iova: Iova,
+    access: Access,
+) -> io::Result<()> {
     // struct vfio_iommu_type1_dma_map: argsz, flags (1: read, 2: write), vaddr, iova, size.
     let mut map = [0; size_of::<abi::vfio_iommu_type1_dma_map>() / 4];
     map[1] = (access & Access::RW).bits().into();
     set_wide(&mut map, 2, va as u64);
     set_wide(&mut map, 4, iova.bits());
     set_wide(&mut map, 6, len);
-    words(container, Request::IommuMapDma, &mut map).map(drop)
+    // SAFETY: of the caller.
+    unsafe { words_to_map(container, Request::IommuMapDma, &mut map) }.map(drop)
 }
 
 /// Unmaps the mappings that are wholly within the span, and returns their bytes. After it returns, no device can access
@@ -258,7 +283,10 @@ fn ioas_flags(access: Access) -> u32 {
 }
 
 /// Like [`dma_map`], into an address space of an iommufd.
-pub(crate) fn ioas_map(
+///
+/// # Safety
+/// As for [`dma_map`].
+pub(crate) unsafe fn ioas_map(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
     va: usize,
@@ -271,11 +299,15 @@ pub(crate) fn ioas_map(
     set_wide(&mut map, 4, va as u64);
     set_wide(&mut map, 6, span.len());
     set_wide(&mut map, 8, span.first().bits());
-    words(iommufd, Request::IoasMap, &mut map).map(drop)
+    // SAFETY: of the caller.
+    unsafe { words_to_map(iommufd, Request::IoasMap, &mut map) }.map(drop)
 }
 
 /// Like [`ioas_map`], but maps a file from its byte `start`: that of memory ([`ioas_map_buffer`]), or a BAR's dma-buf.
-pub(crate) fn ioas_map_file(
+///
+/// # Safety
+/// As for [`dma_map`], of the bytes of the file, wherever they are mapped.
+pub(crate) unsafe fn ioas_map_file(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
     file: BorrowedFd<'_>,
@@ -289,13 +321,15 @@ pub(crate) fn ioas_map_file(
     set_wide(&mut map, 4, start);
     set_wide(&mut map, 6, span.len());
     set_wide(&mut map, 8, span.first().bits());
-    words(iommufd, Request::IoasMapFile, &mut map).map(drop)
+    // SAFETY: of the caller.
+    unsafe { words_to_map(iommufd, Request::IoasMapFile, &mut map) }.map(drop)
 }
 
 /// Like [`ioas_map`], but maps the memory's file from its byte `start`; `None` when the memory has no file.
 ///
-/// As there, the caller must ensure that no slice of the memory exists while a device writes (`Pinned::admit`).
-pub(crate) fn ioas_map_buffer(
+/// # Safety
+/// As for [`dma_map`].
+pub(crate) unsafe fn ioas_map_buffer(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
     buffer: &BufferRef,
@@ -304,9 +338,10 @@ pub(crate) fn ioas_map_buffer(
     access: Access,
 ) -> Option<io::Result<()>> {
     // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that
-    // anybody could use, and is not kept. Devices write as far as the caller has admitted them, see above.
+    // anybody could use, and is not kept. For what devices do with the pages the caller vouches.
     let file = unsafe { buffer.lend_file() }?;
-    Some(ioas_map_file(iommufd, ioas, file, start, span, access))
+    // SAFETY: of the caller.
+    Some(unsafe { ioas_map_file(iommufd, ioas, file, start, span, access) })
 }
 
 /// Like [`dma_unmap`]. On an error the kernel may have unmapped some mappings; `ENOENT` also when nothing was mapped.
@@ -446,39 +481,33 @@ impl BarMemory {
         let align = usize::try_from(align.bytes()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let phase = phase as usize & (align - 1);
         let total = len.checked_add(align).ok_or(io::ErrorKind::OutOfMemory)?;
-        // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base = unsafe {
-            mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
-        }?;
-        let base = base.cast::<u8>();
-        // The first address at or after `base` that is `phase` modulo `align`: less than `align` after it, so that
-        // `len` bytes fit.
-        let head = phase.wrapping_sub(base.addr()) & (align - 1);
-        let start = base.wrapping_add(head);
-        // SAFETY: `start..start + len` lies within the reservation made above (head < align, total = len + align), to
-        // which nothing refers: only that is replaced.
-        let mapped = unsafe { mm::mmap(start.cast(), len, access, MapFlags::SHARED | MapFlags::FIXED, device, offset) };
-        let end = len.next_multiple_of(base_page() as usize);
-        let cut = |ptr: *mut u8, len: usize| match len {
-            0 => Ok(()),
-            // SAFETY: what is cut off lies within the reservation made above and outside of what was mapped in it.
-            _ => unsafe { mm::munmap(ptr.cast(), len) },
-        };
-        match mapped {
-            Ok(ptr) => {
-                // On an error the rest stays reserved: addresses without memory.
-                let _ = cut(base, head);
-                let _ = cut(
-                    start.wrapping_add(end),
-                    total.next_multiple_of(base_page() as usize).saturating_sub(head + end),
-                );
-                Ok(Self { ptr: NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len })
-            }
-            Err(e) => {
-                let _ = cut(base, total);
-                Err(e.into())
+        let taken = |e: &rustix::io::Errno| *e == rustix::io::Errno::EXIST;
+        let mut tries = 0;
+        loop {
+            let start = Self::room(total, align, phase)?;
+            let flags = MapFlags::SHARED | MapFlags::FIXED_NOREPLACE;
+            // SAFETY: no existing mapping is replaced: another thread may have taken the addresses meanwhile, and then
+            // the kernel refuses. `FIXED` would replace, and where the device refuses to be mapped, kernels leave a
+            // hole behind, which must not be unmapped again: it is anybody's.
+            match unsafe { mm::mmap(start, len, access, flags, device, offset) } {
+                Ok(ptr) => return Ok(Self { ptr: NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len }),
+                Err(e) if taken(&e) && tries < 100 => tries += 1,
+                Err(e) => return Err(e.into()),
             }
         }
+    }
+
+    /// An address congruent to `phase` modulo `align` from which `total - align` bytes are free: until another thread
+    /// takes them.
+    fn room(total: usize, align: usize, phase: usize) -> io::Result<*mut std::ffi::c_void> {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base = unsafe { mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), flags) }?;
+        // SAFETY: the mapping made above, to which nothing refers.
+        unsafe { mm::munmap(base, total) }?;
+        // The first such address at or after `base`: less than `align` after it.
+        let head = phase.wrapping_sub(base.addr()) & (align - 1);
+        Ok(base.wrapping_byte_add(head))
     }
 
     pub(crate) fn address(&self) -> usize {
@@ -588,6 +617,44 @@ mod tests {
         assert!(after < before + 15, "{before} then {after}");
     }
 
+    /// Where a device refuses to be mapped at an address, the kernel has already unmapped what was there, and another
+    /// thread may have the place.
+    #[test]
+    fn a_refused_mapping_takes_nothing_from_other_threads() {
+        const LEN: usize = 2 << 20;
+        // More reserved huge pages than any machine has: `mmap` of the file fails, late.
+        let flags = rustix::fs::MemfdFlags::HUGETLB | rustix::fs::MemfdFlags::HUGE_2MB;
+        let Ok(refused) = rustix::fs::memfd_create("refused", flags) else {
+            return println!("SKIPPED: this kernel has no reserved huge pages");
+        };
+        let many = 1usize << 40;
+        rustix::fs::ftruncate(&refused, many as u64).unwrap();
+        let ended = std::sync::atomic::AtomicBool::new(false);
+        let lost = std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let mut lost = 0;
+                while !ended.load(Ordering::Relaxed) {
+                    let access = ProtFlags::READ | ProtFlags::WRITE;
+                    // SAFETY: no address is asked for; nothing refers to the mapping; the advice changes no contents.
+                    unsafe {
+                        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+                        let at = mm::mmap_anonymous(std::ptr::null_mut(), many, access, flags).unwrap();
+                        lost += u32::from(mm::madvise(at, many, mm::Advice::LinuxDontDump).is_err());
+                        mm::munmap(at, many).unwrap();
+                    }
+                }
+                lost
+            });
+            for _ in 0..20_000 {
+                let align = Some((PageSize::from_log2(LEN.ilog2() as u8).unwrap(), 0));
+                assert!(BarMemory::map(refused.as_fd(), 0, many, align).is_err());
+            }
+            ended.store(true, Ordering::Relaxed);
+            other.join().unwrap()
+        });
+        assert_eq!(lost, 0, "mappings of another thread that were unmapped");
+    }
+
     #[test]
     fn out_of_range_or_unaligned_words_are_refused() {
         let file = file(4096);
@@ -610,16 +677,20 @@ mod tests {
         assert!(set_container(fd, fd).is_err() && device(fd, "0000:00:00.0").is_err() && device(fd, "a\0b").is_err());
         assert!(iommu_info(fd).is_err() && device_info(fd).is_err() && region_info(fd, 0).is_err());
         assert!(irq_count(fd, 0).is_err() && set_irqs(fd, 0, &[]).is_err() && reset(fd).is_err());
-        assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err() && dma_unmap(fd, span).is_err());
+        // SAFETY: a file of another kind, which maps nothing.
+        unsafe {
+            assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err());
+            assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err());
+            assert!(ioas_map_file(fd, 1, fd, 0, span, Access::RW).is_err());
+        }
+        assert!(dma_unmap(fd, span).is_err() && ioas_unmap(fd, 1, span).is_err());
         assert!(ioas_alloc(fd).is_err() && ioas_ranges(fd, 1).is_err());
-        assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
-        assert!(ioas_map_file(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
         let buffer = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().reference();
-        let memfd = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
-        assert!(memfd.unwrap().is_err());
-        let anonymous = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
-        assert!(anonymous.is_none(), "no file");
+        // SAFETY: as above.
+        let map = |heap: &dyn dmalane_dma::Heap| unsafe { ioas_map_buffer(fd, 1, &buffer(heap), 0, span, Access::RW) };
+        assert!(map(&dmalane_dma::MemfdHeap::new()).unwrap().is_err());
+        assert!(map(&dmalane_dma::AnonHeap::new()).is_none(), "no file");
     }
 
     #[test]
@@ -816,7 +887,9 @@ mod mapping_kinds {
             }
             drop(ring);
             let iova = Span::new(Iova::new(0x4000_0000), 4 << 20).unwrap();
-            let mapped = errno(dma_map(container.as_fd(), at.0.addr(), iova.len(), iova.first(), Access::RW));
+            // SAFETY: as in `read`.
+            let mapped = unsafe { dma_map(container.as_fd(), at.0.addr(), iova.len(), iova.first(), Access::RW) };
+            let mapped = errno(mapped);
             if mapped == 0 {
                 assert_eq!(dma_unmap(container.as_fd(), iova).unwrap(), iova.len());
             }

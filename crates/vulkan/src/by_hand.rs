@@ -1,4 +1,7 @@
 //! The work of a queue and of an address space written by hand: what benches compare with.
+//!
+//! `unsafe` for `vkQueueBindSparse`: [`ByHand`] keeps what it names until it has happened.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +24,17 @@ pub struct ByHand {
     gpu: Arc<Gpu>,
     channel: Channel<()>,
     /// A sparse buffer of its own; made when it is used first.
-    sparse: Option<(Arc<Buffer>, Timeline, u64)>,
+    sparse: Option<Sparse>,
+}
+
+struct Sparse {
+    buffer: Arc<Buffer>,
+    /// Ranges are multiples of it.
+    granule: u64,
+    timeline: Timeline,
+    value: u64,
+    /// The memory that was bound, which so is not freed before.
+    bound: Vec<Arc<Buffer>>,
 }
 
 /// Host memory that the GPU reaches.
@@ -104,10 +117,14 @@ impl ByHand {
     ) -> Result<(), Error> {
         if self.sparse.is_none() {
             let longest = self.gpu.info().max_buffer.min(LONGEST);
-            let (buffer, _) = self.gpu.sparse_buffer(longest / page.bytes() * page.bytes())?;
-            self.sparse = Some((buffer, Timeline::new(&self.gpu)?, 0));
+            let (buffer, granule) = self.gpu.sparse_buffer(longest / page.bytes() * page.bytes())?;
+            let timeline = Timeline::new(&self.gpu)?;
+            self.sparse = Some(Sparse { buffer, granule, timeline, value: 0, bound: Vec::new() });
         }
-        let (buffer, timeline, value) = self.sparse.as_mut().expect("made above");
+        let Sparse { buffer, granule, timeline, value, bound } = self.sparse.as_mut().expect("made above");
+        if !page.bytes().is_multiple_of(*granule) {
+            return Err(unsuitable(&self.gpu, "such small pages"));
+        }
         let chunk = device.buffer_at(at).ok_or(Error::NotAllocated(at))?;
         let memory = chunk.memory().ok_or_else(|| unsuitable(&self.gpu, "memory behind its buffers"))?;
         let len = page.bytes();
@@ -118,8 +135,13 @@ impl ByHand {
                 memory: from.map(|from| (&**memory, from * len)),
             })
             .collect();
+        if !bound.iter().any(|kept| Arc::ptr_eq(kept, &chunk)) {
+            bound.push(chunk.clone());
+        }
         *value += 1;
-        Ok(self.gpu.bind_sparse(&[(buffer.clone(), binds)], timeline, *value)?)
+        // SAFETY: the drop waits before it gives up the buffer, its memory and the timeline; nothing uses the buffer.
+        // Pages are whole granules, checked above, of memory of the device.
+        unsafe { self.gpu.bind_sparse(&[(buffer.clone(), binds)], timeline, *value) }.map_err(Error::from)
     }
 
     /// Waits for all binds.
@@ -128,8 +150,16 @@ impl ByHand {
     /// [`Error`].
     pub fn settle(&self) -> Result<(), Error> {
         match &self.sparse {
-            Some((_, timeline, value)) if !timeline.wait(*value, LONG)? => Err(timed_out("vkQueueBindSparse")),
+            Some(sparse) if !sparse.timeline.wait(sparse.value, LONG)? => Err(timed_out("vkQueueBindSparse")),
             _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for ByHand {
+    fn drop(&mut self) {
+        if self.settle().is_err() && !self.gpu.has_bound() {
+            std::mem::forget(self.sparse.take());
         }
     }
 }

@@ -5,6 +5,8 @@
 //! nothing is destroyed while commands use it is the business of [`channel`](crate::channel).
 #![allow(unsafe_code)]
 
+use std::fs::File;
+use std::io::{Seek, SeekFrom};
 use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -381,7 +383,12 @@ impl Gpu {
         fit.min_by_key(|(t, i)| (rank(t.flags), (t.flags & !flags).as_raw().count_ones(), *i)).map(|(_, i)| i)
     }
 
-    fn allocate(self: &Arc<Self>, info: &vk::MemoryAllocateInfo<'_>) -> Result<Memory, Error> {
+    /// Allocates memory, or imports it.
+    ///
+    /// # Safety
+    /// The structure and its chain are as the specification asks for (`VkMemoryAllocateInfo`). Memory that is imported
+    /// exists until this is dropped.
+    unsafe fn allocate(self: &Arc<Self>, info: &vk::MemoryAllocateInfo<'_>) -> Result<Memory, Error> {
         let (len, most) = (info.allocation_size, self.info.max_allocation);
         if len > most {
             return Err(too_large("an allocation", len, most));
@@ -390,7 +397,7 @@ impl Gpu {
         if self.live.memories.load(Ordering::Relaxed) >= u64::from(most) {
             return Err(Error::Limit(format!("the driver makes {most} allocations at most, and all are made")));
         }
-        // SAFETY: the callers fill the structure as the specification asks for.
+        // SAFETY: of the caller; there are not too many allocations, checked above.
         let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) });
         let memory = memory.map_err(|e| match e.result {
             vk::Result::ERROR_OUT_OF_DEVICE_MEMORY => {
@@ -413,14 +420,21 @@ impl Gpu {
     }
 
     /// A buffer without memory. It is foreign if its memory is or can be a dma-buf and the driver transfers ownership.
-    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>, is_dma_buf: bool) -> Result<Buffer, Error> {
+    ///
+    /// # Safety
+    /// The structure and its chain are as the specification asks for (`VkBufferCreateInfo`), but for sharing.
+    unsafe fn create_buffer(
+        self: &Arc<Self>,
+        info: &vk::BufferCreateInfo<'_>,
+        is_dma_buf: bool,
+    ) -> Result<Buffer, Error> {
         let (len, most) = (info.size, self.info.max_buffer);
         if len > most {
             return Err(too_large("a buffer", len, most));
         }
         let foreign = is_dma_buf && self.info.foreign_queues;
         let info = info.sharing_mode(sharing(foreign, &self.families)).queue_family_indices(&self.families);
-        // SAFETY: the callers fill the structure as the specification asks for; the families are those of the device.
+        // SAFETY: of the caller; the families are those of the device.
         let buffer = self.call("vkCreateBuffer", |d| unsafe { d.create_buffer(&info, None) })?;
         self.live.buffers.fetch_add(1, Ordering::Relaxed);
         let foreign = foreign.then(Foreign::default);
@@ -436,7 +450,8 @@ impl Gpu {
         if exportable {
             create = create.push_next(&mut external);
         }
-        let buffer = self.create_buffer(&create, exportable)?;
+        // SAFETY: a usage that every device has, and addresses where it has them; external only if it is exported.
+        let buffer = unsafe { self.create_buffer(&create, exportable)? };
         let needs = buffer.requirements();
         // It may be bound to sparse buffers, too.
         let bits = needs.memory_type_bits & self.sparse_types.get().unwrap_or(&u32::MAX);
@@ -458,11 +473,15 @@ impl Gpu {
             flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
             info = info.push_next(&mut flags);
         }
-        let mut memory = self.allocate(&info)?;
+        // SAFETY: a type that the buffer permits; exported, dedicated and with addresses as far as the device does
+        // that.
+        let mut memory = unsafe { self.allocate(&info)? };
         memory.exportable = exportable;
-        let mut buffer = buffer.bind(memory)?;
+        // SAFETY: of a type that the buffer permits, and as long as it asks for.
+        let mut buffer = unsafe { buffer.bind(memory)? };
         if mapped.is_some() {
-            buffer.map(kind)?;
+            // SAFETY: `DIRECT` is host-visible.
+            unsafe { buffer.map(kind)? };
         }
         Ok(Arc::new(buffer))
     }
@@ -481,7 +500,8 @@ impl Gpu {
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(HOST);
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
         let create = vk::BufferCreateInfo::default().size(len as u64).usage(usage).push_next(&mut external);
-        let buffer = self.create_buffer(&create, false)?;
+        // SAFETY: a usage that every device has, and a handle type that this one imports.
+        let buffer = unsafe { self.create_buffer(&create, false)? };
         let needs = buffer.requirements();
         let pointer = address as *mut std::ffi::c_void;
         let mut properties = vk::MemoryHostPointerPropertiesEXT::default();
@@ -498,10 +518,13 @@ impl Gpu {
         let mut from = vk::ImportMemoryHostPointerInfoEXT::default().handle_type(HOST).host_pointer(pointer);
         let info =
             vk::MemoryAllocateInfo::default().allocation_size(len as u64).memory_type_index(kind).push_next(&mut from);
-        let mut memory = self.allocate(&info)?;
+        // SAFETY: a type that the memory has; its address and length are aligned and within `host`, checked above,
+        // which the result keeps.
+        let mut memory = unsafe { self.allocate(&info)? };
         memory.host = Some(host.clone());
         self.live.imports.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(buffer.bind(memory)?))
+        // SAFETY: of a type that the buffer permits, and long enough, checked above.
+        Ok(Arc::new(unsafe { buffer.bind(memory)? }))
     }
 
     /// Imports a whole dma-buf, of `len` bytes of the memory behind a buffer. The import keeps that alive.
@@ -518,10 +541,17 @@ impl Gpu {
             };
             got.result()
         })?;
+        // Not every driver looks.
+        let mut file = File::from(fd);
+        if file.seek(SeekFrom::End(0)).map_err(Error::Descriptor)? < len {
+            return Err(Error::NoMemoryType("a dma-buf that is too short"));
+        }
+        let fd = OwnedFd::from(file);
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
         let create = vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external);
-        let buffer = self.create_buffer(&create, true)?;
+        // SAFETY: a usage that every device has, and a handle type that this one imports.
+        let buffer = unsafe { self.create_buffer(&create, true)? };
         let needs = buffer.requirements();
         let bits = needs.memory_type_bits & properties.memory_type_bits;
         let kind = self.memory_type(bits, vk::MemoryPropertyFlags::empty(), None).filter(|_| needs.size <= len);
@@ -530,12 +560,14 @@ impl Gpu {
         // Some drivers take dma-bufs so only, and it has no other buffer anyway.
         let mut dedicated = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer.buffer);
         let info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
-        let mut memory = self.allocate(&info.push_next(&mut from).push_next(&mut dedicated))?;
+        // SAFETY: a type that the dma-buf has, which is as long, checked above; it exists as long as somebody has it.
+        let mut memory = unsafe { self.allocate(&info.push_next(&mut from).push_next(&mut dedicated))? };
         // The driver owns it now.
         let _ = fd.into_raw_fd();
         memory.host = Some(host.clone());
         self.live.imports.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(buffer.bind(memory)?))
+        // SAFETY: of a type that the buffer permits, as long as it asks for, and dedicated to it.
+        Ok(Arc::new(unsafe { buffer.bind(memory)? }))
     }
 
     /// A dma-buf of the whole memory of a buffer.
@@ -545,23 +577,30 @@ impl Gpu {
         let info = vk::MemoryGetFdInfoKHR::default().memory(memory.memory).handle_type(DMA_BUF);
         // SAFETY: the extension is enabled, and the memory was allocated to be exported as this.
         let fd = self.call("vkGetMemoryFdKHR", |_| unsafe { descriptors.get_memory_fd(&info) })?;
-        // SAFETY: the driver gives the caller a new descriptor.
+        // SAFETY: the driver has opened this descriptor for us, and nobody else knows it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// Host memory that the driver allocates and maps, and the buffer that it is.
+    /// Host memory that the driver allocates and maps, and the buffer that it is: whole pages of 4 KiB.
     pub fn host_memory(self: &Arc<Self>, len: u64) -> Result<HostMemory, Error> {
         use vk::MemoryPropertyFlags as Flags;
+        if len == 0 || !len.is_multiple_of(4096) {
+            return Err(Error::NoMemoryType("parts of pages"));
+        }
         let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage), false)?;
+        // SAFETY: a usage that every device has.
+        let buffer = unsafe { self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage), false)? };
         let needs = buffer.requirements();
         let kind = self.memory_type(needs.memory_type_bits, Flags::HOST_VISIBLE | Flags::HOST_COHERENT, None);
         let kind = kind.ok_or(Error::NoMemoryType("host memory"))?;
-        let memory =
-            self.allocate(&vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind))?;
+        let info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
+        // SAFETY: a type that the buffer permits.
+        let memory = unsafe { self.allocate(&info)? };
         let len = usize::try_from(len).ok().and_then(NonZeroUsize::new).ok_or(Error::NoMemoryType("no bytes"))?;
-        let mut buffer = buffer.bind(memory)?;
-        let start = buffer.map(kind)?;
+        // SAFETY: of a type that the buffer permits, and as long as it asks for.
+        let mut buffer = unsafe { buffer.bind(memory)? };
+        // SAFETY: the type is host-visible.
+        let start = unsafe { buffer.map(kind)? };
         if !start.addr().get().is_multiple_of(4096) {
             return Err(Error::Misaligned { align: 4096, address: start.addr().get() });
         }
@@ -570,6 +609,9 @@ impl Gpu {
 
     /// A sparse buffer in which nothing is bound, and the multiple of bytes in which memory is bound to it.
     pub fn sparse_buffer(self: &Arc<Self>, len: u64) -> Result<(Arc<Buffer>, u64), Error> {
+        if !self.binds() {
+            return Err(Error::NoMemoryType("sparse buffers"));
+        }
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let mut create =
             vk::BufferCreateInfo::default().size(len).usage(copied(self.info.device_address)).flags(SPARSE);
@@ -577,7 +619,8 @@ impl Gpu {
             // Memory that can be exported is bound to buffers of its kind only.
             create = create.push_next(&mut external);
         }
-        let buffer = self.create_buffer(&create, false)?;
+        // SAFETY: a usage that every device has, and addresses where it has them; it has sparse buffers, checked above.
+        let buffer = unsafe { self.create_buffer(&create, false)? };
         let needs = buffer.requirements();
         self.sparse_types.get_or_init(|| needs.memory_type_bits);
         Ok((Arc::new(buffer), needs.alignment))
@@ -588,12 +631,18 @@ impl Gpu {
     pub fn misuse(self: &Arc<Self>) {
         // Without usage flags, which is invalid. Drivers ignore it until memory is bound.
         let info = vk::BufferCreateInfo::default().size(4096).usage(vk::BufferUsageFlags::empty());
-        drop(self.create_buffer(&info, false));
+        // SAFETY: as above.
+        drop(unsafe { self.create_buffer(&info, false) });
     }
 
     /// Binds and unbinds ranges of sparse buffers, after all binds up to the value before; it happens when the
     /// semaphore reaches `value`.
-    pub fn bind_sparse(
+    ///
+    /// # Safety
+    /// Until the semaphore has reached `value`, it, the buffers and the memory exist, and nothing uses the ranges.
+    /// Memory exists as long as it is bound and used. Ranges are multiples of what [`Gpu::sparse_buffer`] has said, of
+    /// memory that [`Gpu::device_buffer`] has made. Each call has a `value` one above that of the call before.
+    pub unsafe fn bind_sparse(
         &self,
         all: &[(Arc<Buffer>, Vec<SparseBind<'_>>)],
         semaphore: &Timeline,
@@ -629,8 +678,8 @@ impl Gpu {
         #[cfg(test)]
         self.live.ordered_binds.fetch_add(waits.len() as u64, Ordering::Relaxed);
         let queue = self.queue(self.sparse.expect("a GPU with sparse buffers has a queue that binds them")).lock();
-        // SAFETY: the ranges lie in the buffers and in the memories, as was checked; the caller keeps them and the
-        // semaphore; the queue is locked.
+        // SAFETY: the ranges lie in the buffers and in the memories, as was checked; the rest is of the caller; the
+        // queue is locked.
         self.call("vkQueueBindSparse", |d| unsafe { d.queue_bind_sparse(*queue, &[info], vk::Fence::null()) })
     }
 }
@@ -732,21 +781,27 @@ impl Buffer {
     }
 
     /// Gives it its memory.
-    fn bind(mut self, memory: Memory) -> Result<Self, CallError> {
-        // SAFETY: neither was bound before; the memory is of a type that the buffer permits and as long as it needs,
-        // which the callers see to.
+    ///
+    /// # Safety
+    /// It has none, and is not sparse. The memory is of a type that the buffer permits, as long as it needs, and not
+    /// dedicated to another buffer.
+    unsafe fn bind(mut self, memory: Memory) -> Result<Self, CallError> {
+        // SAFETY: of the caller; the memory is owned, so no other buffer has it.
         self.gpu.call("vkBindBufferMemory", |d| unsafe { d.bind_buffer_memory(self.buffer, memory.memory, 0) })?;
         self.memory = Some(Arc::new(memory));
         Ok(self)
     }
 
-    /// Maps its memory, of this host-visible type.
-    fn map(&mut self, kind: u32) -> Result<NonNull<u8>, Error> {
+    /// Maps its memory, of this type.
+    ///
+    /// # Safety
+    /// The type is that of the memory, and host-visible.
+    unsafe fn map(&mut self, kind: u32) -> Result<NonNull<u8>, Error> {
         let unmapped = self.memory.as_ref().filter(|_| self.window.is_none());
         let memory = unmapped.ok_or(Error::NoMemoryType("a buffer without memory"))?.memory;
         let (flags, len) = (vk::MemoryMapFlags::empty(), self.len);
-        // SAFETY: the memory is host-visible, not mapped yet as was checked, and at least as long as the buffer; it is
-        // this buffer's alone.
+        // SAFETY: the memory is host-visible, which the caller says, not mapped yet as was checked, and at least as
+        // long as the buffer; it is this buffer's alone.
         let start = self.gpu.call("vkMapMemory", |d| unsafe { d.map_memory(memory, 0, len, flags) })?;
         let start = NonNull::new(start.cast::<u8>()).ok_or(Error::NoMemoryType("mapped memory"))?;
         let flags = self.gpu.info.memory_types[kind as usize].flags;

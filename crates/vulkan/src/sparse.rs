@@ -3,6 +3,9 @@
 //!
 //! One table says what is bound, piece by piece. A batch becomes changes of it, and `vkQueueBindSparse` makes the same
 //! changes in the driver.
+//!
+//! `unsafe` for that one call: [`SparseMap`] keeps what it names until it has happened.
+#![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -582,7 +585,9 @@ impl SparseMap {
             }
         }
         let value = *last + 1;
-        let done = self.gpu.bind_sparse(&all, &self.timeline, value);
+        // SAFETY: windows and what is bound in them stay in the map until an unbind has ended; the drop of the map
+        // waits for the last, or leaks them with the timeline. Pieces are whole granules.
+        let done = unsafe { self.gpu.bind_sparse(&all, &self.timeline, value) };
         // A call that finds the device lost may have sent it.
         if done.is_ok() || done.is_err_and(|e| e.is_lost()) {
             *last = value;

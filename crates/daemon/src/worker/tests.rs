@@ -193,6 +193,33 @@ fn debts_are_paid_while_idle_and_by_new_functions() {
 }
 
 #[test]
+fn who_disconnects_in_debt_comes_back_in_debt() {
+    let queue = RunQueue::new().unwrap();
+    let accounts = Accounts::new(&Config::default());
+    let clients: Vec<_> = (0..2).map(|_| Backlog::new(1 << 20, 1, &accounts)).collect();
+    let functions = [0, 1].map(|i: usize| clients[i].turn.turns[0].function.clone());
+    let mut users = Vec::new();
+    for (debt, left) in [(-5 * QUANTUM, Some(-5 * QUANTUM)), (-1, Some(-1)), (0, None), (QUANTUM, None)] {
+        queue.add(functions[0].clone()).unwrap();
+        queue.refresh(&mut users);
+        assert_eq!((users.len(), users[0].turns.len()), (1, 1));
+        users[0].deficit = debt;
+        queue.remove(&functions[0]);
+        queue.refresh(&mut users);
+        assert_eq!(users.first().map(|user| (user.turns.len(), user.deficit)), left.map(|left| (0, left)));
+        // Another connection of the user.
+        queue.add(functions[1].clone()).unwrap();
+        queue.refresh(&mut users);
+        let found: Vec<_> = users.iter().map(|user| (user.turns.len(), user.deficit)).collect();
+        assert_eq!(found, [(1, left.unwrap_or(0))]);
+        queue.remove(&functions[1]);
+        users[0].deficit = 0;
+        queue.refresh(&mut users);
+        assert!(users.is_empty());
+    }
+}
+
+#[test]
 fn slow_steps_are_charged_by_their_time() {
     let accounts = Accounts::new(&Config::default());
     let mut slow = Backlog::new(4096, 1, &accounts);

@@ -203,3 +203,56 @@ impl Directory {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dmalane_addr::Segment;
+    use dmalane_dma::{AnonHeap, Heap};
+
+    use super::*;
+
+    fn buffer(frames: u64) -> BufferRef {
+        AnonHeap::new().allocate((frames * FRAME) as usize).unwrap().share().reference()
+    }
+
+    /// Frames of this host, from the first one on.
+    fn frames(first: u64, count: u64) -> Segment<PhysAddr> {
+        Segment { addr: PhysAddr::new((4 << 30) + first * FRAME), len: count * FRAME }
+    }
+
+    fn table(segments: &[Segment<PhysAddr>]) -> SgTable<PhysAddr> {
+        let mut table = SgTable::new();
+        segments.iter().for_each(|segment| table.push(segment.addr, segment.len).unwrap());
+        table
+    }
+
+    #[test]
+    fn a_stretch_ends_with_its_buffer() {
+        let mut directory = Directory::default();
+        // The second begins with the page that would follow, as part of its buffer alone can be entered.
+        directory.enter(buffer(2), 0, &table(&[frames(0, 2)])).unwrap();
+        directory.enter(buffer(4), 2, &table(&[frames(2, 2)])).unwrap();
+        let located = |first: u64, within: u64, len: u64| {
+            let at = PhysAddr::new(frames(first, 1).addr.bits() + within);
+            let Stretch { slot, offset, len } = directory.locate(at, len)?;
+            Some((slot, offset, len))
+        };
+        assert_eq!(located(0, 0, 4 * FRAME), Some((0, 0, 2 * FRAME)));
+        assert_eq!(located(1, 8, 4 * FRAME), Some((0, FRAME + 8, FRAME - 8)));
+        assert_eq!(located(2, 0, 4 * FRAME), Some((1, 2 * FRAME, 2 * FRAME)), "nothing is behind it");
+        assert_eq!((located(0, 0, 100), located(4, 0, 1)), (Some((0, 0, 100)), None));
+    }
+
+    #[test]
+    fn a_stretch_ends_where_pages_of_the_buffer_do_not_follow_each_other() {
+        let mut directory = Directory::default();
+        // Pages 0 to 3 in the order 2, 3, 1, 0 of their frames.
+        let order = [frames(3, 1), frames(2, 1), frames(0, 2)];
+        directory.enter(buffer(4), 0, &table(&order)).unwrap();
+        let located = |first: u64| directory.locate(frames(first, 1).addr, 4 * FRAME).map(|s| (s.offset, s.len));
+        let pages = [(0, (2, 2)), (1, (3, 1)), (2, (1, 1)), (3, (0, 1))];
+        for (frame, (page, count)) in pages {
+            assert_eq!(located(frame), Some((page * FRAME, count * FRAME)), "frame {frame}");
+        }
+    }
+}

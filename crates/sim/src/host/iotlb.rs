@@ -167,3 +167,43 @@ fn stretch<F: Format>(at: Iova, table: &Table<F>, directory: &Directory, epoch: 
     }
     current.filter(|e| e.first <= at.bits() && at.bits() - e.first < e.len)
 }
+
+#[cfg(test)]
+mod tests {
+    use dmalane_addr::{Segment, SgTable};
+    use dmalane_dma::{AnonHeap, Heap};
+    use dmalane_iopt::X86_64_4Level;
+
+    use super::*;
+
+    /// A leaf of 2 MiB, of which the second half and 2 MiB beyond are one buffer: nothing is mapped beyond.
+    #[test]
+    fn an_entry_ends_with_its_leaf() {
+        const BASE: u64 = 4 << 30;
+        let half = WINDOW / 2;
+        let mut directory = Directory::default();
+        let mut first = 0;
+        for len in [half, half + WINDOW] {
+            let buffer = AnonHeap::new().allocate(len as usize).unwrap().share().reference();
+            let mut frames = SgTable::new();
+            frames.push(PhysAddr::new(BASE + first), len).unwrap();
+            directory.enter(buffer, 0, &frames).unwrap();
+            first += len;
+        }
+        let mut table: Table<X86_64_4Level> = PageTable::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
+        let leaf = Segment { addr: PhysAddr::new(BASE), len: WINDOW };
+        table.map_sg(Iova::new(WINDOW), [leaf], Access::RW).unwrap();
+        assert_eq!(table.lookup(Iova::new(WINDOW)).unwrap().size.bytes(), WINDOW);
+        let mut tlb = Iotlb::new();
+        let mut fill = |at: u64| {
+            let entry = tlb.fill(Iova::new(WINDOW + at), &table, &directory).unwrap();
+            (entry.first - WINDOW, entry.len, entry.bytes.len())
+        };
+        assert_eq!(fill(0), (0, half, half));
+        for page in [half, half + FRAME, WINDOW - FRAME] {
+            let left = WINDOW - page;
+            assert_eq!(fill(page + 8), (page, left, left), "at {page:#x}");
+        }
+        assert!(tlb.fill(Iova::new(2 * WINDOW), &table, &directory).is_none());
+    }
+}

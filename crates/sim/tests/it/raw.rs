@@ -121,6 +121,66 @@ fn a_doorbell_that_goes_back_halts_the_channel() {
 }
 
 #[test]
+fn a_ring_that_is_not_a_page_or_beyond_the_top_does_not_start() {
+    let top = u64::MAX << 12;
+    // Entries are of 32 and of 16 bytes: 256 of them are two pages and one.
+    let (log2, last) = (8, top - 4096);
+    let (ring, completions) = (regs::CH_RING, regs::CH_COMPLETIONS);
+    for (register, bad) in [ring, completions].into_iter().flat_map(|r| [8, 4095, top].map(|bad| (r, bad))) {
+        let bus = bus();
+        let set = |register, value| bus.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
+        let start = |at: [u64; 2]| {
+            set(regs::CH_CONTROL, 0);
+            while bus.progress() {}
+            set(regs::CH_RING_LOG2, log2);
+            for (register, at) in [ring, completions].into_iter().zip(at) {
+                set(register, at as u32);
+                set(register + 4, (at >> 32) as u32);
+            }
+            set(regs::CH_CONTROL, 1);
+            while bus.progress() {}
+            let get = |register| bus.read32(BAR_REGISTERS, regs::channel(0, register)).unwrap();
+            (get(regs::CH_STATUS), get(regs::CH_ERROR))
+        };
+        let halted = (regs::STATUS_HALTED, 1);
+        let at = [ring, completions].map(|r| if r == register { bad } else { 4096 });
+        assert_eq!(start(at), halted, "{at:x?}");
+        assert_eq!(start([last - 4096, last]), (regs::STATUS_RUNNING, 0), "below the top");
+    }
+}
+
+/// Rows whose last byte has no address, on one side alone.
+#[test]
+fn rows_beyond_the_top_move_nothing() {
+    let (from_host, to_host) = (Direction::FromHost, Direction::ToHost);
+    // Four rows of 32 bytes: the last byte is 415 behind the first.
+    let shape = Task::Shape { host_pitch: 128, card_pitch: 128, rows: 4 };
+    let (high, fits) = (u64::MAX - 414, u64::MAX - 415);
+    let mut raw = Raw::new();
+    let low = raw.data_at(0);
+    let tasks = |high: u64| {
+        [
+            Task::Copy { direction: from_host, card: at(high), host: low, len: 32 },
+            Task::Copy { direction: to_host, card: at(high), host: low, len: 32 },
+            Task::Copy { direction: from_host, card: at(0), host: Iova::new(high), len: 32 },
+            Task::Copy { direction: to_host, card: at(0), host: Iova::new(high), len: 32 },
+            Task::Within { from: at(high), to: at(0), len: 32 },
+            Task::Within { from: at(0), to: at(high), len: 32 },
+        ]
+    };
+    for (task, other) in tasks(high).into_iter().zip(tasks(fits)) {
+        raw.push(shape, true);
+        raw.push(task, false);
+        assert_eq!(raw.statuses(1), [Status::Wraps.code()], "{task:?}");
+        raw.push(shape, true);
+        raw.push(other, false);
+        let status = raw.statuses(1);
+        assert!([Status::NoCardMemory, Status::HostNotMapped].map(Status::code).contains(&status[0]), "{other:?}");
+        assert_eq!(raw.get(regs::CH_STATUS), regs::STATUS_RUNNING);
+    }
+}
+
+#[test]
 fn a_full_ring_is_done_and_one_more_halts() {
     let mut raw = Raw::new();
     for _ in 0..ENTRIES {

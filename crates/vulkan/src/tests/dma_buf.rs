@@ -98,6 +98,8 @@ fn host_memory_is_imported() {
             assert_eq!(left(&live), before, "{kind}: {call}");
         }
         faults.heal();
+        let longer = gpu.import_dma_buf(&buf.reference(), 2 * SIZE, again()).err().expect("beyond its end");
+        assert!(longer.to_string().contains("too short"), "{kind}: {longer}");
         let imported = gpu.import_dma_buf(&buf.reference(), SIZE, fd).unwrap();
         assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
         // Written after the import, so that a copy made by it would not have them.
