@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "dmalane.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -101,6 +102,32 @@ static void begin(struct waiting *waiting, int32_t (*call)(uint64_t), uint64_t o
 	usleep(20000); /* so that it is likely to be at it; the test is right if it is not */
 }
 
+/* Stops all threads of a process: each of them goes on for a moment after the signal. */
+static void stop(pid_t pid)
+{
+	char path[300], text[600];
+	CHECK(!kill(pid, SIGSTOP));
+	snprintf(path, sizeof path, "/proc/%d/task", (int)pid);
+	for (int running = 1; running && !line_of_failure;) {
+		DIR *tasks = opendir(path);
+		CHECK(tasks);
+		running = 0;
+		for (struct dirent *task; tasks && (task = readdir(tasks));) {
+			if (task->d_name[0] == '.') continue;
+			snprintf(path, sizeof path, "/proc/%d/task/%.20s/stat", (int)pid, task->d_name);
+			FILE *file = fopen(path, "r");
+			size_t len = file ? fread(text, 1, sizeof text - 1, file) : 0;
+			text[len] = 0;
+			char *state = strrchr(text, ')');
+			running |= state && state[1] == ' ' && state[2] != 'T';
+			if (file) fclose(file);
+		}
+		if (tasks) closedir(tasks);
+		snprintf(path, sizeof path, "/proc/%d/task", (int)pid);
+		usleep(1000);
+	}
+}
+
 static void beside_a_stopped_daemon(pid_t pid, const char *second)
 {
 	struct device hung, closing, creating, works;
@@ -111,7 +138,7 @@ static void beside_a_stopped_daemon(pid_t pid, const char *second)
 	opened(&hung, name), opened(&closing, name), opened(&creating, name), opened(&works, second);
 	copied(&hung), copied(&closing), copied(&works);
 	if (line_of_failure) return;
-	CHECK(!kill(pid, SIGSTOP));
+	stop(pid);
 	begin(&waiting[0], dml_memory_destroy, hung.memory);
 	begin(&waiting[1], dml_target_close, closing.target);
 	begin(&waiting[2], open_another, 0);

@@ -224,7 +224,7 @@ def test_a_bad_file_says_where(tmp_path, model):
     assert isinstance(error.value, FileNotFoundError) and error.value.filename == error.value.path
     # A path that could be the name of a model, too.
     with pytest.raises(FileNotFoundError, match="has no such model") as missing:
-        dmalane.load_file("nowhere/m.safetensors")
+        dmalane.load_file("nowhere/model")
     assert isinstance(missing.value, dmalane.FileMissingError) and missing.value.errno == 2
     import copy
     import pickle
@@ -360,19 +360,23 @@ def test_nothing_that_is_optional_is_imported():
 
 
 def test_others_run_while_a_report_looks_into_files(tmp_path):
-    """A file that does not open before somebody writes to it stands for one of a slow file system."""
+    """A file that does not open before a lease of it has ended stands for one of a slow file system."""
     path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [4], b"1234")})
     done = run(
         """
-        import os, sys, threading
+        import fcntl, os, signal, sys, threading, time
         import dmalane
 
         f = dmalane.safe_open(sys.argv[1])
-        os.remove(sys.argv[1])
-        os.mkfifo(sys.argv[1])
-        timer = threading.Timer(0.1, lambda: open(sys.argv[1], "w").close())
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+        lease = os.open(sys.argv[1], os.O_RDWR)
+        fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        timer = threading.Timer(0.1, lambda: fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_UNLCK))
         timer.start()
+        began = time.monotonic()
         f.report()
+        # The kernel itself ends a lease after 45 s.
+        assert 0.1 < time.monotonic() - began < 30
         """,
         path,
     )

@@ -80,7 +80,9 @@ pub(super) fn cache() -> Option<PathBuf> {
     let home =
         || set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache"))).map(|dir| dir.join("huggingface"));
     // The second is the older name of the first.
-    set("HF_HUB_CACHE").or_else(|| set("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(set("HF_HOME").or_else(home)?.join("hub")))
+    set("HF_HUB_CACHE")
+        .or_else(|| set("HUGGINGFACE_HUB_CACHE"))
+        .or_else(|| Some(set("HF_HOME").or_else(home)?.join("hub")))
 }
 
 #[cfg(test)]

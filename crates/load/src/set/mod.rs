@@ -157,7 +157,9 @@ fn in_cache(path: &Path) -> Result<Option<PathBuf>, Error> {
         let why = "it is a URL: download the file first (hf download ORG/NAME)".to_owned();
         return Err(unknown(path, io::ErrorKind::Unsupported, why));
     }
-    let Some((name, cache)) = hub::Name::of(path).zip(hub::cache()) else { return Ok(None) };
+    // `folder/model.gguf` is a file, and none of a model's name.
+    let name = hub::Name::of(path).filter(|_| !CONTAINERS.iter().any(|kind| kind.is_name(path)));
+    let Some((name, cache)) = name.zip(hub::cache()) else { return Ok(None) };
     let folder = name.folder_in(&cache).map_err(|why| unknown(path, io::ErrorKind::NotFound, why))?;
     if folder.is_none() && path.parent().is_none_or(|parent| !parent.is_dir()) {
         let name = path.display();

@@ -354,7 +354,7 @@ fn a_descriptor_that_is_no_dma_buf_is_refused_and_closed() {
     }
     let ((reader, mut writer), buf) = (std::io::pipe().unwrap(), memfd());
     let error = gpu.device.shared().import_dma_buf(&buf.reference(), SIZE, reader.into()).err().unwrap();
-    assert!(matches!(error, Error::Call(_)), "{error}");
+    assert!(matches!(error, Error::Descriptor(_)), "{error}");
     let written = std::io::Write::write(&mut writer, &[0]);
     assert_eq!(written.unwrap_err().kind(), std::io::ErrorKind::BrokenPipe, "a copy of the descriptor is left");
     drop(buf);
