@@ -71,7 +71,7 @@ fn a_model_of_the_cache_is_named_and_verified_by_its_name() {
     for (args, says) in [
         ("load org/other", "has no such model: hf download org/other"),
         // An extension tells a file.
-        ("load org/other.gguf", "other.gguf: No such file or directory"),
+        ("load org/other.gguf", "cannot open org/other.gguf\ncause: No such file or directory"),
         ("load org/name@v9", "has no revision v9 of it, but abcd: write org/name@REVISION"),
         ("load https://example.org/model.safetensors", "it is a URL: download the file first"),
         ("load hf://org/name", "it is a URL"),
