@@ -121,7 +121,7 @@ fn again_within(limit: u64, test: &str) {
     }
 }
 
-/// What was freed has memory already, but only where it was.
+/// Device memory that was freed is there already, but only where it was.
 #[test]
 fn two_memories_of_a_device_after_each_other() {
     let Some(path) = std::env::var_os(FILE) else {

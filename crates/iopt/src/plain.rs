@@ -7,11 +7,11 @@ use crate::map::{Extent, bad_segment, check_room, check_start, checked};
 use crate::{Error, Format, NamedAddr, PageTable, Tables, slots};
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
-    /// Maps the same leaves as [`map`](Self::map), one after another. It takes a third of the code, which counts in a
-    /// program that has it for each of many formats.
+    /// Maps the same leaves as [`map`](Self::map), one after another. It is less code, which counts in a program that
+    /// has it for each of many formats.
     ///
     /// # Errors
-    /// As of `map`, but what was mapped before the error stays.
+    /// Those of `map`, but the leaves and tables that were made before the error stay.
     pub fn map_plainly(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         if !F::supports(access) {
             return Err(Error::Unsupported { access, format: F::NAME });

@@ -252,7 +252,7 @@ fn enough(reserved: &[Reserved], more: u64) -> Result<(), FillError> {
     ask((to_come(reserved) as u64).saturating_add(more), what)
 }
 
-/// What needs memory, where that of a device is memory of this machine.
+/// The words for a load onto a device whose memory is of this machine: both need memory.
 pub(crate) const DEVICE_TOO: &str = "the device, whose memory is this machine's, and the buffers";
 
 /// Makes sure that there are so many bytes of memory for `what`.
