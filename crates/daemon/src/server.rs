@@ -341,9 +341,12 @@ mod tests {
         answered();
         let (lingering, peer) = lingering();
         let status = ClientRequest::Status { first: 0 }.encode(2);
+        // The last reference, whose close blocks, is the daemon's: it receives nothing before ours is closed.
+        let user = lock(&server.state.clients).values().next().unwrap().user.clone();
+        let turn = lock(&user.short);
         socket::send(&client, &status, &[lingering.as_fd()], false).unwrap();
-        // The daemon has the last reference, whose close blocks.
         drop(lingering);
+        drop(turn);
         until(2);
         thread::sleep(Duration::from_millis(20));
         assert_eq!(descriptors.in_use(None), 2);
