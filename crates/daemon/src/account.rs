@@ -1,118 +1,85 @@
-//! Things that users share, by user: the card's memory, the memory of the machine that the kernel may charge to the
-//! daemon for its clients, and descriptors.
+//! Things that users share, by user: the card's memory, and the memory of the machine that the kernel charges to the
+//! daemon for its clients. What each client has taken is in the table that all processes share.
 //!
-//! Card memory takes memory of the machine when it is touched. A mapped buffer counts whole, although its pages usually
-//! belong to the client: a client may give pages back to the kernel at any time, and then the daemon's next access
-//! allocates them.
+//! Card memory takes memory of the machine when it is touched. Mapped buffers are the client's in the kernel's accounts
+//! too: the daemon only uses pages that are there ([`crate::guard`]).
 
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dmalane_sim::Allowance;
 
 use crate::config::Config;
+use crate::table::{State, Table};
 
-/// An amount in use, with its limits.
-#[derive(Debug)]
+/// An amount that clients take, with its limits.
 pub(crate) struct Account {
+    table: Arc<Table>,
+    /// Of what the table knows of each client.
+    index: usize,
     /// Most in all, and of one user.
     limits: (u64, u64),
     /// The name of the unit, and the options that limit it in all and for a user.
     names: [&'static str; 3],
     /// The way out for a user who is refused.
     remedy: &'static str,
-    used: Mutex<Used>,
-}
-
-#[derive(Debug, Default)]
-struct Used {
-    all: u64,
-    users: HashMap<u32, u64>,
 }
 
 /// The accounts of a daemon.
-#[derive(Debug)]
 pub(crate) struct Accounts {
     pub ddr: Arc<Account>,
     pub hbm: Arc<Account>,
     pub memory: Arc<Account>,
-    pub descriptors: Arc<Account>,
 }
 
 impl Accounts {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &Config, table: &Arc<Table>) -> Self {
         let (ddr, hbm) = config.card_limits();
-        let (card, mapped) = ("request less", "unmap buffers");
-        let of = |limits, names, remedy| Arc::new(Account::new(limits, names, remedy));
+        let of =
+            |index, limits, names, remedy| Arc::new(Account { table: table.clone(), index, limits, names, remedy });
+        let card = "request less";
         Self {
-            ddr: of(ddr, ["bytes of DDR", "--ddr", "--user-ddr"], card),
-            hbm: of(hbm, ["bytes of HBM", "--hbm", "--user-hbm"], card),
-            memory: of(config.memory_limits(), ["bytes of memory", "--memory", "--user-memory"], mapped),
-            descriptors: of(
-                config.descriptor_limits(),
-                ["descriptors", "LimitNOFILE= of the unit", "three quarters of LimitNOFILE="],
-                mapped,
-            ),
+            ddr: of(0, ddr, ["bytes of DDR", "--ddr", "--user-ddr"], card),
+            hbm: of(1, hbm, ["bytes of HBM", "--hbm", "--user-hbm"], card),
+            memory: of(2, config.memory_limits(), ["bytes of memory", "--memory", "--user-memory"], "unmap buffers"),
         }
     }
 }
 
 impl Account {
-    fn new(limits: (u64, u64), names: [&'static str; 3], remedy: &'static str) -> Self {
-        Self { limits, names, remedy, used: Mutex::default() }
+    /// In use by all users, or by this one.
+    pub(crate) fn in_use(&self, state: &State, user: Option<u32>) -> u64 {
+        let of = state.clients().filter(|(_, seat)| user.is_none_or(|user| seat.user == user));
+        of.map(|(_, seat)| seat.taken[self.index]).sum()
     }
 
-    fn used(&self) -> MutexGuard<'_, Used> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes an amount for a user.
+    /// Takes an amount for a client.
     ///
     /// # Errors
-    /// Why the user cannot have it; then nothing is taken.
-    fn take(&self, user: u32, more: u64) -> Result<(), String> {
+    /// Why its user cannot have it; then nothing is taken.
+    fn take(&self, seat: usize, more: u64) -> Result<(), String> {
         let [what, option, user_option] = self.names;
-        let mut used = self.used();
-        let has = used.users.get(&user).copied().unwrap_or(0);
-        let fits = |used: u64, limit: u64| used.checked_add(more).filter(|sum| *sum <= limit);
-        let all = fits(used.all, self.limits.0).ok_or_else(|| {
-            format!(
-                "{more} {what}; all clients use {} of {} ({option}): {}, or wait until other clients end",
-                used.all, self.limits.0, self.remedy
-            )
-        })?;
-        let user_now = fits(has, self.limits.1).ok_or_else(|| {
-            format!(
+        let mut state = self.table.lock();
+        let (all, has) = (self.in_use(&state, None), self.in_use(&state, Some(state.seats[seat].user)));
+        let fits = |used: u64, limit: u64| used.checked_add(more).is_some_and(|sum| sum <= limit);
+        if !fits(all, self.limits.0) {
+            return Err(format!(
+                "{more} {what}; all clients use {all} of {} ({option}): {}, or wait until other clients end",
+                self.limits.0, self.remedy
+            ));
+        }
+        if !fits(has, self.limits.1) {
+            return Err(format!(
                 "{more} {what}; this user has {has} of {} ({user_option}): {}, or end another client",
                 self.limits.1, self.remedy
-            )
-        })?;
-        used.all = all;
-        used.users.insert(user, user_now);
+            ));
+        }
+        state.seats[seat].taken[self.index] += more;
         Ok(())
     }
 
-    /// True for a user beyond the limit of a user.
-    pub(crate) fn is_over(&self, user: u32) -> bool {
-        self.used().users.get(&user).is_some_and(|has| *has > self.limits.1)
-    }
-
-    pub(crate) fn give(&self, user: u32, bytes: u64) {
-        let mut used = self.used();
-        used.all -= bytes;
-        if let Some(has) = used.users.get_mut(&user) {
-            *has -= bytes;
-            if *has == 0 {
-                used.users.remove(&user);
-            }
-        }
-    }
-
-    /// In use by all users, or by this one.
-    pub(crate) fn in_use(&self, user: Option<u32>) -> u64 {
-        let used = self.used();
-        user.map_or(used.all, |user| used.users.get(&user).copied().unwrap_or(0))
+    fn give(&self, seat: usize, bytes: u64) {
+        self.table.lock().seats[seat].taken[self.index] -= bytes;
     }
 
     /// In all.
@@ -121,37 +88,27 @@ impl Account {
     }
 }
 
-/// An amount that a user has taken; given back on drop.
-#[derive(Debug)]
+/// An amount that a client has taken; given back on drop.
 pub(crate) struct Charge {
     account: Arc<Account>,
-    user: u32,
+    seat: usize,
     bytes: AtomicU64,
 }
 
 impl Charge {
-    /// Takes an amount for a user.
+    /// Takes an amount for a client.
     ///
     /// # Errors
-    /// Why the user cannot have it.
-    pub(crate) fn new(account: &Arc<Account>, user: u32, bytes: u64) -> Result<Self, String> {
-        account.take(user, bytes)?;
-        Ok(Self { account: account.clone(), user, bytes: AtomicU64::new(bytes) })
-    }
-
-    /// For what a user has already: it counts beyond the limits, if need be.
-    pub(crate) fn forced(account: &Arc<Account>, user: u32, bytes: u64) -> Self {
-        let mut used = account.used();
-        used.all += bytes;
-        *used.users.entry(user).or_default() += bytes;
-        drop(used);
-        Self { account: account.clone(), user, bytes: AtomicU64::new(bytes) }
+    /// Why its user cannot have it.
+    pub(crate) fn new(account: &Arc<Account>, seat: usize, bytes: u64) -> Result<Self, String> {
+        account.take(seat, bytes)?;
+        Ok(Self { account: account.clone(), seat, bytes: AtomicU64::new(bytes) })
     }
 }
 
 impl Allowance for Charge {
     fn take(&self, bytes: u64) -> bool {
-        let taken = self.account.take(self.user, bytes).is_ok();
+        let taken = self.account.take(self.seat, bytes).is_ok();
         if taken {
             self.bytes.fetch_add(bytes, Ordering::Relaxed);
         }
@@ -160,58 +117,73 @@ impl Allowance for Charge {
 
     fn give(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-        self.account.give(self.user, bytes);
+        self.account.give(self.seat, bytes);
     }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.account.give(self.user, self.bytes.load(Ordering::Relaxed));
+        self.account.give(self.seat, self.bytes.load(Ordering::Relaxed));
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use zerocopy::FromZeros;
+
     use super::*;
+    use crate::wire::ClientStatus;
+
+    /// A table with a client for each of these users.
+    fn clients(users: &[u32]) -> Arc<Table> {
+        let table = Arc::new(Table::new().unwrap());
+        for (i, user) in users.iter().enumerate() {
+            let row = ClientStatus { client: i as u64 + 1, ..ClientStatus::new_zeroed() };
+            assert_eq!(table.sit(*user, row, 0), Some(i));
+        }
+        table
+    }
 
     #[test]
     fn limits_hold_for_users_and_for_all() {
-        let account = Arc::new(Account::new((100, 60), ["bytes", "--all", "--user"], "unmap"));
-        let first = Charge::new(&account, 1, 60).unwrap();
+        let table = clients(&[1, 2, 3, 1]);
+        let names = ["bytes", "--all", "--user"];
+        let account = Arc::new(Account { table: table.clone(), index: 2, limits: (100, 60), names, remedy: "unmap" });
+        let in_use = |user| account.in_use(&table.lock(), user);
+        let first = Charge::new(&account, 0, 60).unwrap();
         assert_eq!(
-            Charge::new(&account, 1, 1).unwrap_err(),
+            Charge::new(&account, 3, 1).err().unwrap(),
             "1 bytes; this user has 60 of 60 (--user): unmap, or end another client"
         );
-        let second = Charge::new(&account, 2, 30).unwrap();
+        let second = Charge::new(&account, 1, 30).unwrap();
         assert!(second.take(10) && !second.take(1));
-        assert!(Charge::new(&account, 3, 1).unwrap_err().contains("all clients use 100 of 100 (--all)"));
-        assert!(Charge::new(&account, 3, u64::MAX).is_err());
-        // Amounts that exist already count beyond the limits, and keep others from more.
-        let forced = Charge::forced(&account, 2, 30);
-        assert!(account.is_over(2) && !account.is_over(1));
-        drop(forced);
-        assert!(!account.is_over(2));
+        assert!(Charge::new(&account, 2, 1).err().unwrap().contains("all clients use 100 of 100 (--all)"));
+        assert!(Charge::new(&account, 2, u64::MAX).is_err());
         drop(first);
         second.give(5);
-        assert_eq!((account.in_use(None), account.in_use(Some(2)), account.in_use(Some(1))), (35, 35, 0));
-        drop(second);
-        assert_eq!((account.in_use(None), account.used().users.len()), (0, 0));
+        assert_eq!((in_use(None), in_use(Some(2)), in_use(Some(1))), (35, 35, 0));
+        // What a process that was killed had taken goes with its place.
+        std::mem::forget(second);
+        table.stand(1);
+        assert_eq!(in_use(None), 0);
     }
 
     #[test]
     fn one_user_cannot_take_all_memory_of_the_card() {
         let gib = 1 << 30;
-        let Accounts { ddr, hbm, .. } = Accounts::new(&Config::default());
-        let held: Vec<Charge> = (0..24).map(|_| Charge::new(&ddr, 7, gib).unwrap()).collect();
-        assert!(Charge::new(&ddr, 7, gib).unwrap_err().contains("(--user-ddr): request less"));
+        let table = clients(&[7, 8]);
+        let Accounts { ddr, hbm, .. } = Accounts::new(&Config::default(), &table);
+        let held: Vec<Charge> = (0..24).map(|_| Charge::new(&ddr, 0, gib).unwrap()).collect();
+        assert!(Charge::new(&ddr, 0, gib).err().unwrap().contains("(--user-ddr): request less"));
         // The two memories are counted separately, and the rest is left for other users.
-        let _all = Charge::new(&hbm, 7, 24 * gib).unwrap();
-        let _rest = Charge::new(&ddr, 8, 8 * gib).unwrap();
-        assert!(Charge::new(&ddr, 8, gib).unwrap_err().contains("all clients use 34359738368 of 34359738368 (--ddr)"));
+        let _all = Charge::new(&hbm, 0, 24 * gib).unwrap();
+        let _rest = Charge::new(&ddr, 1, 8 * gib).unwrap();
+        let refused = Charge::new(&ddr, 1, gib).err().unwrap();
+        assert!(refused.contains("all clients use 34359738368 of 34359738368 (--ddr)"), "{refused}");
         drop(held);
-        Charge::new(&ddr, 7, 24 * gib).unwrap();
+        Charge::new(&ddr, 0, 24 * gib).unwrap();
         // On a card with room for one client, that client gets all of it.
-        let small = Accounts::new(&Config { ddr: gib, hbm: gib, ..Config::default() });
-        Charge::new(&small.ddr, 7, gib).unwrap();
+        let small = Accounts::new(&Config { ddr: gib, hbm: gib, ..Config::default() }, &clients(&[7]));
+        Charge::new(&small.ddr, 0, gib).unwrap();
     }
 }

@@ -28,8 +28,8 @@ use crate::config::ClientLimits;
 use crate::page::Page;
 use crate::socket::{self, Received};
 use crate::wire::{
-    ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE,
-    MAX_SEGMENTS, MapAnswer, MapSegment, MessageHeader, OpenAnswer, StatusAnswer, Totals, VERSION,
+    ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, FunctionFiles, HelloAnswer, MAX_BYTES, MAX_FDS,
+    MAX_MESSAGE, MAX_SEGMENTS, MapAnswer, MapSegment, MessageHeader, OpenAnswer, StatusAnswer, Totals, VERSION,
 };
 
 /// Status reads between two checks that the daemon is still running.
@@ -328,15 +328,18 @@ impl Client {
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
         let (mut transport, limits, client) = Transport::connect(&options)?;
         let ClientOptions { ddr, hbm, queues, .. } = options;
-        let (answer, fds): (OpenAnswer, _) = transport.ask_for(&ClientRequest::Open { ddr, hbm, queues }, &[])?;
-        let queues = answer.queues.get();
-        if !(1..=regs::MAX_CHANNELS).contains(&queues) || fds.len() != queues as usize + 2 {
-            return Err(transport.bad("a function without its register page, kick and call descriptors"));
+        let queues = if queues == 0 { limits.queues } else { queues };
+        let failed = |what| move |source| ClientError::System { what, source };
+        let files = FunctionFiles::new(queues.min(regs::MAX_CHANNELS))
+            .map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::NOMEM))
+            .map_err(failed("cannot create a register page and wake-ups"))?;
+        let (answer, _): (OpenAnswer, _) =
+            transport.ask_for(&ClientRequest::Open { ddr, hbm, queues }, &files.fds())?;
+        let FunctionFiles { page, kick, calls, .. } = files;
+        if answer.queues.get() as usize != calls.len() {
+            return Err(transport.bad("a function with another number of queues"));
         }
-        let mut fds = fds.into_iter();
-        let page = fds.next().and_then(|fd| SharedBuf::import(fd).ok()).and_then(Page::of);
-        let page = page.ok_or_else(|| transport.bad("an invalid register page"))?;
-        let kick = fds.next().ok_or_else(|| transport.bad("a function without its kick descriptor"))?;
+        let page = Page::of(page).expect("made for it");
         let socket = transport.socket.try_clone().map_err(|e| ClientError::System {
             what: "cannot duplicate the socket",
             source: Errno::from_io_error(&e).unwrap_or(Errno::IO),
@@ -350,7 +353,7 @@ impl Client {
             number: client,
             page,
             kick,
-            calls: fds.collect(),
+            calls,
             gone: OnceLock::new(),
             status_reads: AtomicU32::new(0),
             iovas: Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K))),
@@ -454,6 +457,8 @@ impl Registrar for Client {
     /// descriptor.
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
         buffer.check_pages(&range, 4096)?;
+        // The daemon makes no pages for its clients.
+        buffer.populate(&range).map_err(|source| mem::Error::Allocate { len: range.len(), kind: "pages", source })?;
         buffer.export().map_err(|e| match e {
             mem::Error::NoDescriptor => ClientError::NotShareable.into(),
             e => e,

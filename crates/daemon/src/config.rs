@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::time::Duration;
 
+use crate::wire::MAX_FDS;
+
 /// The most resources that one client may use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ClientLimits {
@@ -25,11 +27,10 @@ impl Default for ClientLimits {
     }
 }
 
-/// Descriptors of a client without queues and buffers: the socket, and register page, kick, the card's two memories.
-pub(crate) const FUNCTION_DESCRIPTORS: u64 = 1 + 4;
-/// Descriptors for what is no client's, and for messages of users beyond their limit: four with as many descriptors as
-/// the kernel passes, and 64 more.
-const RESERVED_DESCRIPTORS: u64 = 1024 + 64;
+/// Descriptors of a client's process without queues and buffers, with those of a message.
+const CLIENT_DESCRIPTORS: u64 = 64 + MAX_FDS as u64;
+/// Descriptors of the daemon itself without clients.
+const OWN_DESCRIPTORS: u64 = 64;
 
 /// Configuration of a daemon.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -49,13 +50,11 @@ pub struct Config {
     pub user_ddr: Option<u64>,
     /// Bytes of HBM for all clients of one user; `None` as for `user_ddr`.
     pub user_hbm: Option<u64>,
-    /// Most bytes of memory for all clients: card memory that was touched, and buffers while they are mapped. `None`
-    /// for no limit.
+    /// Most bytes of memory for all clients: card memory that was touched, page tables, and processes. `None` for no
+    /// limit.
     pub memory: Option<u64>,
     /// The same for all clients of one user; `None` for three quarters of `memory`.
     pub user_memory: Option<u64>,
-    /// Descriptors that the daemon may open, a reserve included; `None` for no limit. One user may have three quarters.
-    pub descriptors: Option<u64>,
     /// Users who may connect, by number. When `uids` and `gids` are empty, only the socket's mode decides.
     pub uids: Vec<u32>,
     /// Groups whose members may connect, by number: a process's own group and its supplementary ones count.
@@ -75,13 +74,10 @@ pub struct Config {
     pub hello_timeout: Duration,
     /// Time within which a client must open a function.
     pub open_timeout: Duration,
-    /// Time that a request to map memory may take, from its beginning on.
-    pub map_timeout: Duration,
 }
 
 impl Default for Config {
-    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 5 s for the hello message, 30 s to open a function,
-    /// 8 s to map memory.
+    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 5 s for the hello message, 30 s to open a function.
     fn default() -> Self {
         Self {
             ddr: 32 << 30,
@@ -93,7 +89,6 @@ impl Default for Config {
             user_hbm: None,
             memory: None,
             user_memory: None,
-            descriptors: None,
             uids: Vec::new(),
             gids: Vec::new(),
             admins: Vec::new(),
@@ -103,7 +98,6 @@ impl Default for Config {
             stop_timeout: Duration::from_secs(5),
             hello_timeout: Duration::from_secs(5),
             open_timeout: Duration::from_secs(30),
-            map_timeout: Duration::from_secs(8),
         }
     }
 }
@@ -178,19 +172,17 @@ impl Config {
     pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
         let mut warnings = Vec::new();
         let ClientLimits { queues, buffers, .. } = self.limits;
-        let needed = self.clients as u64 * (FUNCTION_DESCRIPTORS + u64::from(queues + buffers)) + RESERVED_DESCRIPTORS;
+        let needed = (CLIENT_DESCRIPTORS + u64::from(queues + buffers)).max(OWN_DESCRIPTORS + 3 * self.clients as u64);
         if let Some(have) = descriptors.filter(|have| *have < needed) {
             warnings.push(format!(
-                "all clients with all their buffers need {needed} descriptors, and this process may have {have}; some \
+                "a process of the daemon needs {needed} descriptors, and may have {have}; some clients or buffers \
                  would be refused: raise LimitNOFILE= of the unit (ulimit -Hn), or lower --clients or --client-buffers"
             ));
         }
         if overcommit.is_some_and(|mode| mode.trim() == "2") {
             warnings.push(
                 "vm.overcommit_memory is 2, so the kernel counts card memory that was never touched: lower \
-                 --client-ddr and --client-hbm, or clients are refused. A user who takes all memory that is left, and \
-                 gives back pages of a buffer that the card uses, ends the daemon (SIGBUS): among users who do not \
-                 trust each other, set it to 0"
+                 --client-ddr and --client-hbm, or clients are refused"
                     .to_owned(),
             );
         }
@@ -253,12 +245,6 @@ impl Config {
         (all, self.user_memory.unwrap_or(if all == u64::MAX { all } else { all - all / 4 }))
     }
 
-    /// Most descriptors of clients' functions and buffers in all, and of one user.
-    pub(crate) fn descriptor_limits(&self) -> (u64, u64) {
-        let all = self.descriptors.map_or(u64::MAX, |all| all - RESERVED_DESCRIPTORS.min(all / 4));
-        (all, if self.clients_per_user() == self.clients { all } else { all - all / 4 })
-    }
-
     /// Most bytes of DDR and of HBM, in all and of one user.
     pub(crate) fn card_limits(&self) -> ((u64, u64), (u64, u64)) {
         let limits = |asked: Option<u64>, all: u64, client: u64| (all, asked.unwrap_or((all - all / 4).max(client)));
@@ -309,14 +295,14 @@ mod tests {
     #[test]
     fn warns_about_resource_limits() {
         let config = Config::default();
-        let needed = 64 * (5 + 2 + 256) + 1024 + 64;
+        let needed = 64 + MAX_FDS as u64 + 2 + 256;
         for (descriptors, overcommit) in [(None, None), (Some(needed), Some("0\n")), (Some(1 << 20), Some("1"))] {
             assert!(config.warnings(descriptors, overcommit).is_empty(), "{descriptors:?} {overcommit:?}");
         }
         let [few] = &config.warnings(Some(needed - 1), Some("0"))[..] else { panic!("one") };
-        assert!(few.contains(&format!("need {needed} descriptors, and this process may have {}", needed - 1)), "{few}");
+        assert!(few.contains(&format!("needs {needed} descriptors, and may have {}", needed - 1)), "{few}");
         let [strict] = &config.warnings(None, Some("2\n"))[..] else { panic!("one") };
-        assert!(strict.contains("--client-ddr") && strict.contains("SIGBUS"), "{strict}");
+        assert!(strict.contains("--client-ddr"), "{strict}");
     }
 
     #[test]

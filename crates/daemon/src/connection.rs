@@ -5,39 +5,28 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind;
-use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
-use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
+use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_dma::{Error as DmaError, Mapping, Registrar, SharedBuf};
-use dmalane_sim::Allowance;
+use rustix::io::Errno;
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::account::{Account, Charge};
-use crate::config::FUNCTION_DESCRIPTORS;
+use crate::fork::trim;
 use crate::function::Function;
-use crate::log::ClientResources;
+use crate::guard::Guard;
+use crate::page::{PAGE_BYTES, Page};
 use crate::peer::Peer;
 use crate::socket;
 use crate::state::ServerState;
-use crate::thread::take_time;
 use crate::wire::{
     ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment,
     OpenAnswer, Refused, VERSION, failed, message,
 };
-
-/// Bytes of a buffer that are populated at once.
-const POPULATED_AT_ONCE: usize = 8 << 20;
-
-/// How often a request that waits until its user has paid looks whether it may go on.
-const PACE: Duration = Duration::from_micros(50);
-
-/// Registers whose writes wait for a step under way that uses the MMU.
-const WAITING: [u64; 3] = [regs::CONTROL, regs::MMU_CONTROL, regs::MMU_INVALIDATE];
+use crate::worker::Alarm;
 
 /// Bytes of a mapping for each byte of the daemon's memory that it takes: page tables here and in the kernel, and
 /// frames.
@@ -45,6 +34,9 @@ const MAPPED_PER_BYTE: u64 = 64;
 /// And what a mapping takes beside that, and each of its segments: 207 bytes were measured for one of a single page.
 const MAPPING_BYTES: u64 = 512;
 const SEGMENT_BYTES: u64 = 256;
+
+/// A mapping of more bytes leaves tables that are worth giving back to the kernel.
+const LARGE: u64 = 64 << 20;
 
 /// An answer, ready to send.
 #[derive(Default)]
@@ -70,13 +62,13 @@ struct Buffer {
     buf: SharedBuf,
     /// Mappings that contain a part of it.
     maps: usize,
-    /// For its memory and its descriptor. After the buffer, which is freed first.
-    _charges: [Charge; 2],
+    /// For its memory, where the kernel may have this process pay for it. After the buffer, which is freed first.
+    _charge: Option<Charge>,
 }
 
 struct Mapped {
     /// Unmaps on drop.
-    _mapping: Mapping,
+    mapping: Mapping,
     keys: Vec<Key>,
     /// For page tables and what else the daemon notes of each page.
     _charge: Charge,
@@ -84,6 +76,7 @@ struct Mapped {
 
 /// The state of one client.
 pub(crate) struct Connection {
+    pub seat: usize,
     pub id: u64,
     pub peer: Peer,
     pub socket: OwnedFd,
@@ -96,17 +89,20 @@ pub(crate) struct Connection {
     bytes: u64,
     pub errors: u64,
     pub function: Option<Arc<Function>>,
-    /// Of the function.
-    descriptors: Option<Charge>,
-    /// For the descriptors that came with the request under way.
-    pub received: Option<Charge>,
-    /// When the request under way has to end.
-    pub deadline: Option<Instant>,
+    /// Wakes the worker.
+    pub alarm: Arc<Alarm>,
+    /// Watches memory of the client, where the kernel allows that.
+    guard: Option<Guard>,
 }
 
 impl Connection {
-    pub(crate) fn new(id: u64, peer: Peer, socket: OwnedFd) -> Self {
-        Self {
+    /// The client of a seat, before its first message.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn new(seat: usize, id: u64, peer: Peer, socket: OwnedFd) -> std::io::Result<Self> {
+        Ok(Self {
+            seat,
             id,
             peer,
             socket,
@@ -117,49 +113,9 @@ impl Connection {
             bytes: 0,
             errors: 0,
             function: None,
-            descriptors: None,
-            received: None,
-            deadline: None,
-        }
-    }
-
-    /// True for a message that the client can make long: the kernel finds pages for card memory that is touched for the
-    /// first time, and some registers wait for a step.
-    pub(crate) fn is_long(&self, bytes: &[u8]) -> bool {
-        match ClientRequest::decode(bytes) {
-            Ok((_, request)) => match request {
-                ClientRequest::Open { .. } | ClientRequest::Map { .. } | ClientRequest::Unmap { .. } => true,
-                ClientRequest::WriteBytes { .. } => true,
-                ClientRequest::Write { bar: BAR_REGISTERS, offset, .. } => WAITING.contains(&offset),
-                ClientRequest::Read { bar, .. } | ClientRequest::Write { bar, .. } => bar == BAR_MEMORY,
-                ClientRequest::Hello { .. } | ClientRequest::Status { .. } => false,
-            },
-            Err(_) => false,
-        }
-    }
-
-    /// Populates a range of a buffer in pieces, so that the address space is not locked for long, and no faster than
-    /// the user's share of the worker pays for.
-    fn populate(&self, state: &ServerState, buf: &SharedBuf, range: Range<usize>) -> Result<(), String> {
-        let run_queue = &state.run_queue;
-        let aborted = || state.is_over(&self.socket);
-        let late = || self.deadline.is_some_and(|deadline| Instant::now() > deadline);
-        let waits = || self.deadline.is_some() && run_queue.owes(self.peer.user);
-        for first in range.clone().step_by(POPULATED_AT_ONCE) {
-            run_queue.charge(self.peer.user, take_time());
-            while waits() && !aborted() && !late() {
-                thread::sleep(PACE);
-            }
-            if aborted() {
-                return Err("the client has disconnected".to_owned());
-            }
-            if late() {
-                return Err("the time for it is over: map smaller parts, and touch them before".to_owned());
-            }
-            let len = POPULATED_AT_ONCE.min(range.end - first);
-            buf.populate(first, len).map_err(|e| format!("no memory: {e}"))?;
-        }
-        Ok(())
+            alarm: Arc::new(Alarm::new()?),
+            guard: Guard::new().ok(),
+        })
     }
 
     /// Handles a message and the descriptors that came with it. Those that it leaves may take any time to close.
@@ -171,10 +127,6 @@ impl Connection {
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
-        // Unsealed descriptors may be FUSE files of the client; even `fstat` can block on them.
-        if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
-            return self.refuse(seqno, Code::BadDescriptor, &format!("descriptor {i} is not a memfd"));
-        }
         if let ClientRequest::Status { first } = request
             && self.greeted
         {
@@ -203,8 +155,8 @@ impl Connection {
         if !self.greeted && !matches!(request, ClientRequest::Hello { .. }) {
             return refused(Code::NotPermitted, "the first message must be a hello message");
         }
-        if !fds.is_empty() && !matches!(request, ClientRequest::Map { .. }) {
-            return refused(Code::BadDescriptor, "only a map request may carry descriptors");
+        if !fds.is_empty() && !matches!(request, ClientRequest::Map { .. } | ClientRequest::Open { .. }) {
+            return refused(Code::BadDescriptor, "only open and map requests may carry descriptors");
         }
         let nothing = (Vec::new(), Vec::new());
         match request {
@@ -228,7 +180,7 @@ impl Connection {
                 };
                 Ok((answer.as_bytes().to_vec(), Vec::new()))
             }
-            ClientRequest::Open { ddr, hbm, queues } => self.open(state, ddr, hbm, queues),
+            ClientRequest::Open { ddr, hbm, queues } => self.open(state, (ddr, hbm), queues, std::mem::take(fds)),
             ClientRequest::Read { bar, offset } => {
                 let value = self.function()?.card().read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
                 Ok((value.to_le_bytes().into_iter().chain([0; 4]).collect(), Vec::new()))
@@ -243,29 +195,31 @@ impl Connection {
                     function.forget_doorbell(queue as usize);
                 }
                 function.card().write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
-                state.run_queue.wake();
+                self.alarm.wake();
                 Ok(nothing)
             }
             ClientRequest::WriteBytes { bar, offset, bytes } => {
-                let written = self.function()?.write_bytes(bar, offset, bytes);
-                written.map_err(|e| Refused(Code::NoSuchThing, e))?;
+                self.function()?.write_bytes(bar, offset, bytes)?;
                 Ok(nothing)
             }
             ClientRequest::Map { access, segments } => {
                 let answer = self.map(state, access, segments, std::mem::take(fds));
-                state.run_queue.wake(); // the worker skips a function while its tables change
+                self.alarm.wake(); // the worker skips a function while its tables change
                 answer
             }
             ClientRequest::Unmap { iova } => {
                 let Some(mapped) = self.mappings.remove(&iova) else {
                     return Err(Refused(Code::NoSuchThing, format!("no mapping begins at {iova:#x}")));
                 };
-                let keys = mapped.keys.clone();
+                let (keys, len) = (mapped.keys.clone(), mapped.mapping.span().len());
                 drop(mapped);
                 for key in keys {
                     self.release_use(key);
                 }
-                state.run_queue.wake(); // as for Map
+                if len >= LARGE {
+                    trim();
+                }
+                self.alarm.wake(); // as for Map
                 Ok(nothing)
             }
             ClientRequest::Status { .. } => Ok(nothing), // handled above
@@ -279,9 +233,9 @@ impl Connection {
     fn open(
         &mut self,
         state: &ServerState,
-        ddr: u64,
-        hbm: u64,
+        (ddr, hbm): (u64, u64),
         queues: u32,
+        fds: Vec<OwnedFd>,
     ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
         let limits = &state.config.limits;
         if let Some((code, why)) = self.status_only {
@@ -300,16 +254,32 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
             }
         }
-        let descriptors = self.charge(&state.accounts.descriptors, FUNCTION_DESCRIPTORS - 1 + u64::from(queues))?;
-        let (function, calls) = Function::new(limits, ddr, hbm, queues, self.peer.user, &state.accounts)?;
-        let failed = |e: std::io::Error| Refused(Code::Failed, format!("cannot create a function: {e}"));
-        let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;
-        let function = Arc::new(function);
-        state.run_queue.add(function.clone()).map_err(failed)?;
-        (self.function, self.descriptors) = (Some(function), Some(descriptors));
+        let bad = |text: String| Refused(Code::BadDescriptor, text);
+        if fds.len() != queues as usize + 2 {
+            let text = format!("{} descriptors; a function has a register page, a kick, and {queues} calls", fds.len());
+            return Err(bad(text));
+        }
+        let mut fds = fds.into_iter();
+        let (Some(page), Some(kick)) = (fds.next(), fds.next()) else { unreachable!("counted above") };
+        let page = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad(format!("the register page: {e}")))?;
+        page.populate(0, page.len()).map_err(|e| bad(format!("the register page: {e}")))?;
+        let page = Page::of(page).ok_or_else(|| bad("the register page is too short".to_owned()))?;
+        let shared = (page, kick, fds.collect());
+        let function = Function::new(limits, (ddr, hbm), shared, self.seat, &state.accounts)?;
+        self.alarm.listen(&function).map_err(|e| bad(format!("the kick descriptor: {e}")))?;
+        self.function = Some(Arc::new(function));
         let answer =
             OpenAnswer { ddr: ddr.into(), hbm: hbm.into(), queues: queues.into(), reserved: Default::default() };
-        Ok((answer.as_bytes().to_vec(), std::iter::once(page).chain(calls).collect()))
+        Ok((answer.as_bytes().to_vec(), Vec::new()))
+    }
+
+    /// Maps a memfd of the client, whose missing pages are not made where the kernel can be told so.
+    fn import(&self, fd: OwnedFd, most: u64) -> Result<SharedBuf, DmaError> {
+        let buf = SharedBuf::import_up_to(fd, most)?;
+        match self.guard.as_ref().map(|guard| guard.watch(&buf)) {
+            Some(Err(e)) => Err(DmaError::Import(e.into())),
+            _ => Ok(buf),
+        }
     }
 
     /// Counts one mapping less. Drops a buffer that is no longer mapped.
@@ -333,9 +303,9 @@ impl Connection {
         Ok(limits.bytes - self.bytes)
     }
 
-    /// Charges memory or descriptors to the user.
+    /// Charges memory to the user.
     fn charge(&self, account: &Arc<Account>, amount: u64) -> Result<Charge, Refused> {
-        Charge::new(account, self.peer.user, amount).map_err(|text| Refused(Code::Quota, text))
+        Charge::new(account, self.seat, amount).map_err(|text| Refused(Code::Quota, text))
     }
 
     fn map(
@@ -353,6 +323,9 @@ impl Connection {
         if fds.len() > MAX_FDS {
             return Err(Refused(Code::BadDescriptor, format!("a map request has at most {MAX_FDS} descriptors")));
         }
+        if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
+            return Err(Refused(Code::BadDescriptor, format!("descriptor {i} is not a memfd")));
+        }
         if self.mappings.len() >= 16 * state.config.limits.buffers as usize {
             let text = format!("a client may have {} mappings", 16 * state.config.limits.buffers);
             return Err(Refused(Code::Quota, text));
@@ -366,8 +339,12 @@ impl Connection {
         }
         // Until the end of this function, each buffer of the request counts as mapped once more, which keeps it alive.
         let mut taken: Vec<Key> = Vec::new();
+        // Before page tables are made.
+        let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
+        let charge = self.charge(&state.accounts.memory, all / MAPPED_PER_BYTE + notes);
         let mapped = self.take_buffers(state, fds, &mut taken).and_then(|()| {
             let failed = |e: dmalane_dma::Error| Refused(Code::Failed, e.to_string());
+            let charge = charge?;
             let mut keys = Vec::new();
             let mut pinned = Vec::new();
             for (i, segment) in segments.iter().enumerate() {
@@ -385,14 +362,16 @@ impl Connection {
                     );
                     return Err(Refused(Code::Malformed, text));
                 };
-                // Populate now, where a failure is an error; during a transfer it would be SIGBUS.
-                self.populate(state, buf, first..end)
-                    .map_err(|e| Refused(Code::Failed, format!("segment {i}: {e}")))?;
+                // Now, where a missing page is an error; during a transfer it would be a SIGBUS.
+                buf.populate(first, end - first).map_err(|e| {
+                    let hole = "a page was never touched, or was given back to the kernel: touch it first";
+                    let is_hole = e.raw_os_error() == Some(Errno::FAULT.raw_os_error());
+                    let why = if is_hole { hole.to_owned() } else { format!("no memory: {e}") };
+                    Refused(Code::Failed, format!("segment {i}: {why}"))
+                })?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 keys.push(key);
             }
-            let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
-            let charge = self.charge(&state.accounts.memory, all / MAPPED_PER_BYTE + notes)?;
             let mapping = host.map_list(pinned, access).map_err(failed)?;
             Ok((mapping, keys, charge))
         });
@@ -403,11 +382,14 @@ impl Connection {
                 }
             }
             let span = mapping.span();
-            self.mappings.insert(span.first().bits(), Mapped { _mapping: mapping, keys, _charge: charge });
+            self.mappings.insert(span.first().bits(), Mapped { mapping, keys, _charge: charge });
             MapAnswer { first: span.first().bits().into(), len: span.len().into() }
         });
         for key in taken {
             self.release_use(key);
+        }
+        if answer.is_err() && all >= LARGE {
+            trim();
         }
         Ok((answer?.as_bytes().to_vec(), Vec::new()))
     }
@@ -415,17 +397,13 @@ impl Connection {
     /// Finds or imports the buffers behind the descriptors, and counts each as mapped once more.
     fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>, taken: &mut Vec<Key>) -> Result<(), Refused> {
         for (i, fd) in fds.into_iter().enumerate() {
-            // From now on it counts as a buffer, or is closed.
-            if let Some(received) = &self.received {
-                received.give(1);
-            }
             let key = key_of(&fd)?;
             if let Some(buffer) = self.buffers.get_mut(&key) {
                 buffer.maps += 1;
             } else {
                 let left = self.room_for_buffer(state)?;
                 // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
-                let buf = SharedBuf::import_up_to(fd, left).map_err(|e| match e {
+                let buf = self.import(fd, left).map_err(|e| match e {
                     DmaError::Import(e) if e.kind() == ErrorKind::OutOfMemory && e.raw_os_error().is_none() => {
                         let (used, all) = (self.bytes, state.config.limits.bytes);
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
@@ -434,9 +412,10 @@ impl Connection {
                     e => Refused(Code::BadDescriptor, format!("descriptor {i}: {e}")),
                 })?;
                 let len = buf.len() as u64;
-                let charges = [self.charge(&state.accounts.memory, len)?, self.charge(&state.accounts.descriptors, 1)?];
+                let unwatched = self.guard.is_none();
+                let _charge = unwatched.then(|| self.charge(&state.accounts.memory, len)).transpose()?;
                 self.bytes += len;
-                self.buffers.insert(key, Buffer { buf, maps: 1, _charges: charges });
+                self.buffers.insert(key, Buffer { buf, maps: 1, _charge });
             }
             taken.push(key);
         }
@@ -465,17 +444,6 @@ impl Connection {
     pub(crate) fn release(&mut self) {
         self.mappings.clear();
         self.buffers.clear();
-        self.descriptors = None;
-    }
-
-    /// The client's resources.
-    pub(crate) fn resources(&self) -> ClientResources {
-        ClientResources {
-            buffers: self.buffers.len(),
-            bytes: self.bytes,
-            mappings: self.mappings.len(),
-            card: self.function.as_ref().map_or(0, |f| f.ddr + f.hbm),
-        }
     }
 }
 
@@ -488,28 +456,4 @@ fn key_of(fd: &OwnedFd) -> Result<Key, Refused> {
 
 fn no_register(bar: u8, offset: u64) -> Refused {
     Refused(Code::NoSuchThing, format!("no 4-byte register at offset {offset:#x} of BAR {bar}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::wire::MapSegment;
-
-    /// Requests that may block in the kernel hold up no short ones of the same user.
-    #[test]
-    fn what_a_client_can_make_long_is_long() {
-        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
-        let peer = Peer { pid: 1, uid: 7, user: 7, allowed: true, admin: false };
-        let connection = Connection::new(1, peer, socket.into());
-        let segments: [MapSegment; 1] = [MapSegment::new_zeroed()];
-        let is_long = |request: ClientRequest<'_>| connection.is_long(&request.encode(1));
-        for (bar, long) in [(BAR_REGISTERS, false), (BAR_MEMORY, true)] {
-            assert_eq!(is_long(ClientRequest::Read { bar, offset: 0x1000 }), long);
-            assert_eq!(is_long(ClientRequest::Write { bar, offset: 0x1000, value: 1 }), long);
-        }
-        assert!(WAITING.into_iter().all(|offset| is_long(ClientRequest::Write { bar: 0, offset, value: 1 })));
-        assert!(is_long(ClientRequest::WriteBytes { bar: BAR_MEMORY, offset: 0, bytes: &[1; 8] }));
-        assert!(is_long(ClientRequest::Map { access: 3, segments: &segments }));
-        assert!(!is_long(ClientRequest::Status { first: 0 }) && !connection.is_long(b"broken"));
-    }
 }

@@ -31,7 +31,7 @@ pub enum ServerError {
     /// A system call that the server needs failed.
     #[error("cannot serve: {0}")]
     Io(#[from] io::Error),
-    /// The worker thread has ended, which is a bug.
-    #[error("the worker thread has ended unexpectedly")]
-    WorkerDied,
+    /// The process that starts those of clients has ended, and they with it: it was killed.
+    #[error("the process that starts those of clients was killed")]
+    ForkerDied,
 }

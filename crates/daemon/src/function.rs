@@ -2,13 +2,10 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_sim::{CardMemory, DevicePort, HostConfig, SoftCard, SoftHost, Workers};
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
 use crate::account::{Accounts, Charge};
 use crate::config::ClientLimits;
@@ -31,62 +28,42 @@ pub(crate) struct Function {
     card: SoftCard<DevicePort>,
     host: SoftHost,
     page: Page,
-    /// Written by the client to wake the daemon. Never read: the client shares the file and could make a read block.
+    /// The client's: written to wake the daemon, and never read, since a read could block.
     kick: OwnedFd,
-    /// The daemon's ends of the socket pairs that wake the client. They receive nothing.
+    /// The client's: the daemon's ends of the socket pairs that wake the client. They receive nothing.
     calls: Vec<OwnedFd>,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
-    /// The user who is charged for the work of the queues.
-    user: u32,
-    card_memory: CardCharge,
+    /// For the card's DDR and HBM.
+    _card_memory: [Charge; 2],
 }
 
-/// For the card's DDR and HBM.
-pub(crate) type CardCharge = [Charge; 2];
-
 impl Function {
-    /// Creates a function for a client of this user. Returns it with the client's descriptors: the kick descriptor,
-    /// then one call descriptor for each queue.
+    /// Creates a function for the client of a seat, with its register page, its kick descriptor, and a call descriptor
+    /// for each queue.
     pub(crate) fn new(
         limits: &ClientLimits,
-        ddr: u64,
-        hbm: u64,
-        queues: u32,
-        user: u32,
+        (ddr, hbm): (u64, u64),
+        (page, kick, calls): (Page, OwnedFd, Vec<OwnedFd>),
+        seat: usize,
         accounts: &Accounts,
-    ) -> Result<(Self, Vec<OwnedFd>), Refused> {
+    ) -> Result<Self, Refused> {
+        let queues = calls.len() as u32;
         let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot create a function: {e}"));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
-        let take = |account, amount| Charge::new(account, user, amount).map_err(|text| Refused(Code::Quota, text));
-        let card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
+        let take = |account, amount| Charge::new(account, seat, amount).map_err(|text| Refused(Code::Quota, text));
+        let _card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
         let charge = take(&accounts.memory, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
-        let page = Page::new().map_err(|e| failed(&e))?;
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let pairs = (0..queues).map(|_| socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None));
-        let (calls, theirs): (Vec<_>, Vec<_>) =
-            pairs.collect::<Result<Vec<_>, _>>().map_err(|e| failed(&e))?.into_iter().unzip();
-        for call in &calls {
-            // The client cannot send to it, so closing it never closes a descriptor of the client's.
-            rustix::net::shutdown(call, Shutdown::Read).map_err(|e| failed(&e))?;
-        }
-        let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
-        let theirs = std::iter::once(kick.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
         let refused = |e| match e {
             dmalane_sim::Error::BadConfig { .. } => Refused(Code::Quota, e.to_string()),
             e => failed(&e),
         };
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
         let card = SoftCard::new(memory, (queues, Workers::Inline), || host.port(), |_| {}).map_err(refused)?;
-        Ok((Self { card, host, page, kick, calls, ddr, hbm, user, card_memory }, theirs))
-    }
-
-    /// The user who is charged for the work of the queues.
-    pub(crate) fn user(&self) -> u32 {
-        self.user
+        Ok(Self { card, host, page, kick, calls, ddr, hbm, _card_memory })
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -128,13 +105,6 @@ impl Function {
         row.faults = self.host.faults();
     }
 
-    /// The sum of [`Function::link_bytes`].
-    #[cfg(test)]
-    pub(crate) fn moved(&self) -> u64 {
-        let (h2c, c2h) = self.link_bytes();
-        h2c + c2h
-    }
-
     /// Descriptors that running queues were given and have not completed.
     fn in_flight(&self) -> u64 {
         let of = |queue: usize| {
@@ -158,11 +128,14 @@ impl Function {
     }
 
     /// Writes card memory through its BAR.
-    pub(crate) fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), String> {
+    pub(crate) fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Refused> {
         if bar != BAR_MEMORY {
-            return Err(format!("BAR {bar} is not a memory BAR"));
+            return Err(Refused(Code::NoSuchThing, format!("BAR {bar} is not a memory BAR")));
         }
-        self.card.memory().write(CardAddr::new(offset), bytes).map_err(|e| e.to_string())
+        self.card.memory().write(CardAddr::new(offset), bytes).map_err(|e| {
+            let code = if matches!(e, dmalane_sim::Error::NoMemory { .. }) { Code::Quota } else { Code::NoSuchThing };
+            Refused(code, e.to_string())
+        })
     }
 
     /// Requests that all queues stop.
@@ -173,31 +146,30 @@ impl Function {
         }
     }
 
-    /// Frees a function that is no longer in the worker's list: in this thread, because it would delay others in the
-    /// worker's. Returns what is to be given back together with the place of the client.
-    pub(crate) fn release(mut function: Arc<Self>) -> CardCharge {
-        loop {
-            match Arc::try_unwrap(function) {
-                Ok(function) => return function.card_memory,
-                // The worker looks at its list before its next step, and a status request has it for a moment.
-                Err(shared) => function = shared,
-            }
-            std::thread::sleep(Duration::from_micros(100));
-        }
-    }
-
     /// True when no queue accesses host memory any more, according to the card's registers, not to the page.
     pub(crate) fn has_stopped(&self) -> bool {
         (0..self.queues()).all(|queue| self.register(queue, regs::CH_STATUS) == 0)
     }
 
-    /// Lets a queue do work that costs about as much as `most`. Returns its cost in bytes, or `None` when there was
-    /// nothing to do.
-    pub(crate) fn step(&self, queue: usize, most: u64) -> Option<i64> {
+    /// Some queue may have work.
+    pub(crate) fn has_work(&self) -> bool {
+        (0..self.queues()).any(|queue| {
+            self.look_at_doorbell(queue);
+            self.card.wants_step(queue)
+        })
+    }
+
+    fn look_at_doorbell(&self, queue: usize) {
         let doorbell = self.page.doorbell(queue);
         if doorbell != self.register(queue, regs::CH_DOORBELL) {
             let _ = self.card.write32(BAR_REGISTERS, regs::channel(queue as u32, regs::CH_DOORBELL), doorbell);
         }
+    }
+
+    /// Lets a queue do work that costs about as much as `most`. Returns its cost in bytes, or `None` when there was
+    /// nothing to do.
+    pub(crate) fn step(&self, queue: usize, most: u64) -> Option<i64> {
+        self.look_at_doorbell(queue);
         let stepped = self.card.step(queue, most)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
         if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {

@@ -12,12 +12,13 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{ClientLimits, Config};
 use crate::connection::{Connection, Handled};
-use crate::log::Log;
 use crate::peer::Peer;
+use crate::server::resources;
 use crate::state::ServerState;
-use crate::wire::{ClientRequest, FAILED, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader, VERSION};
-use crate::worker::RunQueue;
-use zerocopy::FromBytes;
+use crate::wire::{
+    ClientRequest, ClientStatus, FAILED, FunctionFiles, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader, VERSION,
+};
+use zerocopy::{FromBytes, FromZeros};
 
 /// Most messages in one run.
 const MESSAGES: usize = 64;
@@ -30,14 +31,15 @@ struct Fixed {
     memfds: Vec<SharedBuf>,
     /// Files that the daemon must refuse.
     wrong: Vec<OwnedFd>,
+    /// Of functions.
+    files: FunctionFiles,
 }
 
 fn fixed() -> Fixed {
     let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
-    // A function, a touched block and a buffer, and 13 descriptors: what comes after that is refused.
-    let (user_memory, descriptors) = (Some(4 << 20), Some(17 * 4 / 3));
-    let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, user_memory, descriptors, ..Config::default() };
-    let run_queue = Arc::new(RunQueue::new().expect("an epoll"));
+    // A function and a touched block: what comes after that is refused.
+    let user_memory = Some(4 << 20);
+    let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, user_memory, ..Config::default() };
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
     rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).expect("a seal");
@@ -45,9 +47,10 @@ fn fixed() -> Fixed {
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     Fixed {
-        state: ServerState::new(config, Log::new(|_| {}), run_queue).expect("an eventfd"),
+        state: ServerState::new(config).expect("a table"),
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
+        files: FunctionFiles::new(2).expect("files"),
     }
 }
 
@@ -64,15 +67,18 @@ pub fn fuzz_messages(data: &[u8]) {
 }
 
 fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
-    let Fixed { state, memfds, wrong } = fixed;
+    let Fixed { state, memfds, wrong, files } = fixed;
     let peer = Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false };
     let (socket, _other) = std::os::unix::net::UnixStream::pair().expect("a socket");
-    let mut connection = Connection::new(1, peer, socket.into());
+    let row = ClientStatus { client: 1, ..ClientStatus::new_zeroed() };
+    let seat = state.table.sit(1, row, 0).expect("a free seat");
+    let mut connection = Connection::new(seat, 1, peer, socket.into()).expect("an epoll");
     if input.u8() & 1 == 0 {
         let hello = ClientRequest::Hello { min: VERSION, max: VERSION }.encode(1);
         assert!(matches!(connection.handle(state, &hello, &mut Vec::new()), Handled::Answer(_)));
         let open = ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
-        assert!(matches!(connection.handle(state, &open, &mut Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
+        let mut files = files.fds().iter().map(|fd| fd.try_clone_to_owned().expect("a descriptor")).collect();
+        assert!(matches!(connection.handle(state, &open, &mut files), Handled::Answer(_)));
     }
     let mut iovas: Vec<u64> = Vec::new();
     for seqno in 3..3 + MESSAGES as u64 {
@@ -131,7 +137,7 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             fds.extend(fd);
         }
         assert!(fds.len() <= MAX_FDS);
-        let before = connection.resources();
+        let before = resources(&connection.row());
         match connection.handle(state, &message, &mut fds) {
             Handled::Answer(answer) => {
                 let header = well_formed(&answer.bytes);
@@ -146,11 +152,11 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             Handled::Refused(answer) => {
                 assert_eq!(well_formed(&answer.bytes).opcode.get(), FAILED);
                 assert!(answer.fds.is_empty());
-                assert_eq!(connection.resources(), before, "a refusal changes nothing");
+                assert_eq!(resources(&connection.row()), before, "a refusal changes nothing");
             }
             Handled::Status { .. } => {}
         }
-        let now = connection.resources();
+        let now = resources(&connection.row());
         assert!(now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.card <= 6 << 20, "{now:?}");
         let frames = connection.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
         assert!(now.mappings > 0 || frames == 0, "frames without a mapping");
@@ -159,13 +165,13 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
     drop(connection);
     if let Some(function) = function {
         assert_eq!(function.host().stats().pinned_frames, 0, "frames stay pinned");
-        state.run_queue.remove(&function);
         assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
         drop(function);
     }
     let accounts = &state.accounts;
-    let used = [&accounts.memory, &accounts.descriptors, &accounts.ddr, &accounts.hbm].map(|a| a.in_use(None));
-    assert_eq!(used, [0; 4], "memory, descriptors or card memory leaked");
+    let used = [&accounts.memory, &accounts.ddr, &accounts.hbm].map(|a| a.in_use(&state.table.lock(), None));
+    assert_eq!(used, [0; 3], "memory or card memory leaked");
+    state.table.stand(seat);
 }
 
 fn well_formed(bytes: &[u8]) -> MessageHeader {

@@ -48,9 +48,11 @@ mod client;
 mod config;
 mod connection;
 mod error;
+mod fork;
 mod function;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+mod guard;
 mod listener;
 mod log;
 mod page;
@@ -59,7 +61,9 @@ mod server;
 mod serving;
 mod socket;
 mod state;
+mod table;
 mod thread;
+mod turns;
 pub mod wire;
 mod worker;
 

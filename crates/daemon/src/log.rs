@@ -67,6 +67,9 @@ pub enum ServerEvent {
         /// Resources that stay allocated.
         resources: ClientResources,
     },
+    /// The kernel does not let the daemon watch clients' memory: a client that gives pages back makes the kernel charge
+    /// new ones to the daemon's control group.
+    Unguarded(Errno),
     /// A connection could not be accepted for lack of descriptors or memory; the daemon will try again.
     AcceptFailed(Errno),
 }
@@ -93,6 +96,11 @@ impl fmt::Display for ServerEvent {
                 "client {client}: its queues have not stopped; still allocated: {} buffers ({} bytes), {} bytes of \
                  card memory",
                 resources.buffers, resources.bytes, resources.card
+            ),
+            Self::Unguarded(e) => write!(
+                f,
+                "userfaultfd is not allowed here ({e}): clients that give back pages of mapped memory make this \
+                 control group pay for new ones; allow it in the seccomp profile (Linux 5.11 or later)"
             ),
             Self::AcceptFailed(e) => write!(f, "cannot accept a connection now: {e}"),
         }

@@ -3,10 +3,10 @@
 //! Each word has one writer, except the wake-up request, which both sides swap. The daemon trusts none of them: the
 //! card checks the doorbell, and a client that overwrites the daemon's words only misleads itself.
 
-use dmalane_dma::{Error, SharedBuf, VolatileSlice};
+use dmalane_dma::{SharedBuf, VolatileSlice};
 
 /// Bytes of the page.
-pub(crate) const BYTES: usize = 8192;
+pub(crate) const PAGE_BYTES: usize = 8192;
 /// Bytes from the words of one queue to those of the next, so that no two writers share a cache line.
 const STRIDE: usize = 256;
 const DOORBELL: usize = 0;
@@ -19,20 +19,9 @@ const ASLEEP: usize = 4096;
 pub(crate) struct Page(SharedBuf);
 
 impl Page {
-    /// A new page, all zeros.
-    pub(crate) fn new() -> Result<Self, Error> {
-        let buf = SharedBuf::sparse("dmalane-registers", BYTES)?;
-        buf.populate(0, BYTES).map_err(|source| Error::Allocate { len: BYTES, kind: "a register page", source })?;
-        Ok(Self(buf))
-    }
-
-    /// The page that the daemon sent; `None` when it is too short.
+    /// The page of this memory; `None` when it is too short.
     pub(crate) fn of(buf: SharedBuf) -> Option<Self> {
-        (buf.len() >= BYTES).then_some(Self(buf))
-    }
-
-    pub(crate) fn buf(&self) -> &SharedBuf {
-        &self.0
+        (buf.len() >= PAGE_BYTES).then_some(Self(buf))
     }
 
     fn as_volatile_slice(&self) -> VolatileSlice<'_> {
@@ -96,7 +85,7 @@ mod tests {
 
     #[test]
     fn each_queue_has_its_own_wake_up_request() {
-        let page = Page::new().unwrap();
+        let page = Page::of(SharedBuf::sparse("page", PAGE_BYTES).unwrap()).unwrap();
         assert_eq!(page.swap_wakeup_wanted(1, 1), 0);
         assert_eq!([0, 1, 15].map(|queue| page.wakeup_wanted(queue)), [0, 1, 0]);
         assert_eq!((page.swap_wakeup_wanted(0, 0), page.swap_wakeup_wanted(1, 0)), (0, 1));

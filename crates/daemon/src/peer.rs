@@ -1,4 +1,4 @@
-//! Who is at the other end of a socket. The only file here with `unsafe`: the groups of a peer have no safe interface.
+//! Who is at the other end of a socket. `unsafe` since the groups of a peer have no safe interface.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, AsRawFd};

@@ -1,76 +1,112 @@
-//! The server: accepts connections, each of which a thread of its own serves, and ends them when the daemon ends.
+//! The server: accepts connections, each of which a process of its own serves, and ends them when the daemon ends.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{Shutdown, SocketFlags};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, socketpair};
+use zerocopy::FromZeros;
 
-use crate::account::Charge;
 use crate::config::Config;
-use crate::connection::Connection;
 use crate::error::ServerError;
+use crate::fork::{Forker, end_at_missing_pages};
+use crate::guard::Guard;
 use crate::listener::Listener;
-use crate::log::{Log, ServerEvent};
+use crate::log::{ClientResources, Log, ServerEvent};
 use crate::peer::Peer;
-use crate::serving::Serving;
+use crate::serving::{NOT_STOPPED, OPENED, REFUSALS, RELEASED, Serving};
 use crate::socket;
-use crate::state::{ServerState, lock};
+use crate::state::ServerState;
+use crate::table::{Ending, Table};
 use crate::thread::{take_time, yield_to_worker};
-use crate::wire::{Code, Totals, failed};
-use crate::worker::RunQueue;
+use crate::wire::{ClientStatus, Totals, failed};
 
 /// Connections beyond the limit, reserved for status requests of the operator.
-const OPERATOR_CONNECTIONS: usize = 4;
+pub(crate) const OPERATOR_CONNECTIONS: usize = 4;
 /// Time that shutdown waits beyond the time in which queues have to stop.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// An unpaid connection blocks `accept` for this many times its cost, so that such connections do not take much of the
-/// processors' time. It was refused, or its user owes more than is remembered.
+/// processors' time. It was refused.
 const UNPAID_REST: u32 = 3;
 /// The longest that an unpaid connection blocks `accept`: another process may have had the processor.
 const MAX_REST: Duration = Duration::from_millis(1);
-/// How often the log and the worker are looked after.
+/// Processes of a user that may be ending without counting as clients: what they close may take any time.
+const MAX_ENDING: usize = 8;
+/// What a connection costs its user beside the time that is measured: a process starts and ends.
+const PROCESS_TIME: Duration = Duration::from_millis(1);
+/// How often the daemon looks whether users have paid, while connections wait for that.
+const PAY_INTERVAL: Duration = Duration::from_millis(2);
+/// How often the log is looked after.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// How often shutdown looks whether clients are gone.
-const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Refused connections that are being closed, on threads of their own; beyond that, none is accepted.
 const MAX_CLOSES: usize = 256;
-/// Bytes of the stack of a client's thread.
-const STACK: usize = 1 << 20;
+/// Bytes of the stack of a thread that closes a socket.
+const STACK: usize = 64 << 10;
 
 /// A daemon.
+///
+/// Clients are served by processes of their own, which a process forks that [`Server::new`] forks. A program that has
+/// locks of its own should call it before it starts threads.
 pub struct Server {
-    pub(crate) state: Arc<ServerState>,
+    table: Arc<Table>,
+    config: Config,
+    forker: Forker,
+    log: Log,
+    clients: Vec<Client>,
     next: u64,
     /// A reference for each refused connection that is being closed.
     closes: Arc<()>,
-    worker: Option<JoinHandle<()>>,
+}
+
+/// A client, as the daemon knows it.
+struct Client {
+    id: u64,
+    seat: usize,
+    peer: Peer,
+    /// The end of a socket pair with the client's process.
+    control: OwnedFd,
+    /// Its socket, and the other end of `control`, until its process is started.
+    waiting: Option<[OwnedFd; 2]>,
+    /// It has opened a function.
+    served: bool,
+    /// Its resources are released, and it counts no more: its process ends.
+    released: bool,
 }
 
 impl Server {
-    /// A daemon with a software card, and its worker.
+    /// A daemon with a software card.
     ///
     /// # Errors
     /// [`ServerError::Config`], [`ServerError::Io`].
     pub fn new(config: Config, log: impl FnMut(&ServerEvent) + Send + 'static) -> Result<Self, ServerError> {
         config.check()?;
-        let run_queue = Arc::new(RunQueue::new()?);
-        let (run, spin) = (run_queue.clone(), config.spin);
-        let state = Arc::new(ServerState::new(config, Log::new(log), run_queue)?);
-        let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
-        Ok(Self { state, next: 1, closes: Arc::default(), worker: Some(worker) })
+        let mut log = Log::new(log);
+        if let Err(why) = Guard::new() {
+            log.always(&ServerEvent::Unguarded(why));
+        }
+        let state = ServerState::new(config.clone())?;
+        let table = state.table.clone();
+        let serve = move |seat, socket, control| {
+            end_at_missing_pages(&state.table, seat);
+            if let Ok(serving) = Serving::new(&state, seat, socket, control) {
+                serving.run();
+            }
+        };
+        let forker = Forker::start(serve)?;
+        Ok(Self { table, config, forker, log, clients: Vec::new(), next: 1, closes: Arc::default() })
     }
 
     /// Serves until `stop` becomes readable or its other end is closed. Then closes each client's connection once the
-    /// client's queues have stopped. The calling thread's nice value becomes 10, as that of all threads but the worker.
+    /// client's queues have stopped. The calling thread's nice value becomes 10, as that of all threads but those that
+    /// move bytes.
     ///
     /// # Errors
-    /// [`ServerError::Io`], [`ServerError::WorkerDied`].
+    /// [`ServerError::Io`], [`ServerError::ForkerDied`].
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServerError> {
         yield_to_worker();
         let result = self.serve(&listener, stop);
@@ -78,20 +114,22 @@ impl Server {
         if let Some(socket) = listener.close() {
             self.close_apart(socket);
         }
-        self.state.shut_down();
-        let begun = Instant::now();
-        while (self.state.has_clients() || Arc::strong_count(&self.closes) > 1)
-            && self.worker_lives()
-            && begun.elapsed() < self.state.config.stop_timeout + CLOSE_TIMEOUT
-        {
-            thread::sleep(POLL_INTERVAL);
+        for client in std::mem::take(&mut self.clients) {
+            match client.waiting {
+                Some([socket, _]) => self.close_apart(socket),
+                None => self.clients.push(client),
+            }
         }
-        let totals = *lock(&self.state.totals);
+        for client in &self.clients {
+            let _ = rustix::net::shutdown(&client.control, Shutdown::Write);
+        }
+        let end = Instant::now() + self.config.stop_timeout + CLOSE_TIMEOUT;
+        while (!self.clients.is_empty() || Arc::strong_count(&self.closes) > 1) && Instant::now() < end {
+            let wait = if self.clients.is_empty() { Duration::from_millis(1) } else { INTERVAL };
+            self.look_at_clients(&[], wait)?;
+        }
+        let totals = self.table.lock().totals;
         result.map(|()| totals)
-    }
-
-    fn worker_lives(&self) -> bool {
-        self.worker.as_ref().is_some_and(|w| !w.is_finished())
     }
 
     fn serve(&mut self, listener: &Listener, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
@@ -102,23 +140,19 @@ impl Server {
             let now = Instant::now();
             rest = rest.filter(|until| now < *until);
             let can_accept = rest.is_none() && Arc::strong_count(&self.closes) <= MAX_CLOSES;
-            let wait = rest.map_or(INTERVAL, |until| until - now);
-            let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(wait.subsec_nanos()) };
-            let wanted = if can_accept { PollFlags::IN } else { PollFlags::empty() };
-            let mut fds =
-                [PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), wanted)];
-            match poll(&mut fds, Some(&timeout)) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(e) => return Err(io::Error::from(e).into()),
-            }
-            if !fds[0].revents().is_empty() {
+            let paying = self.clients.iter().any(|client| client.waiting.is_some());
+            let wait = rest.map_or(if paying { PAY_INTERVAL } else { INTERVAL }, |until| until - now);
+            let watched = [(stop, true), (listener.as_fd(), can_accept)];
+            let [stopped, connected] = self.look_at_clients(&watched, wait)?[..] else { unreachable!("two") };
+            if stopped {
                 return Ok(());
             }
-            if !self.worker_lives() {
-                return Err(ServerError::WorkerDied);
+            if self.forker.is_gone() {
+                return Err(ServerError::ForkerDied);
             }
-            lock(&self.state.log).catch_up(now);
-            if fds[1].revents().is_empty() || !can_accept {
+            self.log.catch_up(now);
+            self.start_processes();
+            if !connected || !can_accept {
                 continue;
             }
             let began = Instant::now();
@@ -126,10 +160,84 @@ impl Server {
                 Ok(true) => {}
                 Ok(false) => rest = Some(Instant::now() + (UNPAID_REST * began.elapsed()).min(MAX_REST)),
                 Err(e) => {
-                    lock(&self.state.log).always(&ServerEvent::AcceptFailed(e));
+                    self.log.always(&ServerEvent::AcceptFailed(e));
                     rest = Some(Instant::now() + INTERVAL / 2);
                 }
             }
+        }
+    }
+
+    /// Waits until one of these descriptors is ready, a client's process says something, or the time is over. Returns
+    /// which descriptors are ready, of those that are wanted.
+    fn look_at_clients(
+        &mut self,
+        watched: &[(BorrowedFd<'_>, bool)],
+        wait: Duration,
+    ) -> Result<Vec<bool>, ServerError> {
+        let flags = |wanted: bool| if wanted { PollFlags::IN } else { PollFlags::empty() };
+        let mut fds: Vec<PollFd<'_>> =
+            watched.iter().map(|(fd, wanted)| PollFd::from_borrowed_fd(*fd, flags(*wanted))).collect();
+        fds.extend(self.clients.iter().map(|client| PollFd::new(&client.control, PollFlags::IN)));
+        let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(wait.subsec_nanos()) };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(io::Error::from(e).into()),
+        }
+        let mut ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let mut heard = ready.split_off(watched.len()).into_iter();
+        let mut clients = std::mem::take(&mut self.clients);
+        clients.retain_mut(|client| !heard.next().is_some_and(|heard| heard) || self.hear(client));
+        self.clients = clients;
+        Ok(ready)
+    }
+
+    /// Hears what a client's process says; false when it has ended.
+    fn hear(&mut self, client: &mut Client) -> bool {
+        let mut byte = [0];
+        match rustix::net::recv(&client.control, &mut byte, RecvFlags::DONTWAIT) {
+            Ok((1, _)) if byte[0] == OPENED => {
+                let Peer { pid, uid, user, .. } = client.peer;
+                client.served = true;
+                self.table.lock().totals.served += 1;
+                let event = ServerEvent::Connected { client: client.id, pid, uid };
+                self.log.of(user, &event, Instant::now());
+                true
+            }
+            Ok((1, _)) if byte[0] == NOT_STOPPED => {
+                let resources = resources(&self.table.lock().seats[client.seat].row);
+                self.log.always(&ServerEvent::NotStopped { client: client.id, resources });
+                true
+            }
+            Ok((1, _)) if byte[0] == RELEASED => {
+                self.released(client);
+                true
+            }
+            Err(Errno::AGAIN | Errno::INTR) => true,
+            _ => {
+                self.released(client);
+                self.table.stand(client.seat);
+                false
+            }
+        }
+    }
+
+    /// Logs, once, that a client's resources are released.
+    fn released(&mut self, client: &mut Client) {
+        if std::mem::replace(&mut client.released, true) {
+            return;
+        }
+        let (row, why, after) = {
+            let mut state = self.table.lock();
+            state.totals.released += u64::from(client.served);
+            let seat = &state.seats[client.seat];
+            (seat.row, seat.why, Duration::from_nanos(seat.stopped_after))
+        };
+        let missed = self.table.missed(client.seat).load(Ordering::SeqCst) == 1;
+        let text =
+            if missed { "a page of mapped memory was gone when the card accessed it" } else { Ending::text(why) };
+        if client.served || why == 0 {
+            let event = ServerEvent::Disconnected { client: client.id, why: text, released: resources(&row), after };
+            self.log.of(client.peer.user, &event, Instant::now());
         }
     }
 
@@ -143,57 +251,86 @@ impl Server {
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(true),
             Err(e) => return Err(e),
         };
-        let state = self.state.clone();
-        let peer = match Peer::of(&socket, &state.config) {
-            Ok(peer) => peer,
+        let Ok(peer) = Peer::of(&socket, &self.config) else {
             // Of this peer alone: others are accepted.
-            Err(_) => {
-                self.disconnect(socket);
-                return Ok(false);
-            }
+            self.disconnect(socket);
+            return Ok(false);
         };
         let Peer { pid, uid, user, allowed, admin } = peer;
-        let (connected, of_the_user) = state.connections(user);
-        let charge = Charge::new(&state.accounts.descriptors, user, 1);
-        let status_only = if !allowed {
-            Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
-        } else if connected >= state.config.clients {
-            Some((Code::Quota, "the daemon has reached its limit of clients (--clients)"))
-        } else if of_the_user >= state.config.clients_per_user() {
-            Some((Code::Quota, "this user has reached the limit of clients (--user-clients)"))
-        } else if charge.is_err() {
-            Some((
-                Code::Quota,
-                "the daemon or this user has reached the limit of descriptors (LimitNOFILE= of the unit)",
-            ))
-        } else {
-            None
+        // Who has seen the end of a connection has its place again.
+        let _ = self.look_at_clients(&[], Duration::ZERO);
+        let of = |released, own: bool| {
+            let counts = |client: &&Client| client.released == released && (!own || client.peer.user == user);
+            self.clients.iter().filter(counts).count()
         };
-        if let Some((code, why)) = status_only
+        let (connected, of_the_user) = (of(false, false), of(false, true) + of(true, true).saturating_sub(MAX_ENDING));
+        let too_many = [connected >= self.config.clients, of_the_user >= self.config.clients_per_user()];
+        let refusal = [!allowed, too_many[0], too_many[1]].into_iter().position(|refused| refused);
+        if let Some(refusal) = refusal
             // An administrator may always request the status.
-            && !(admin && connected < state.config.clients + OPERATOR_CONNECTIONS)
+            && !(admin && connected < self.config.clients + OPERATOR_CONNECTIONS)
         {
-            lock(&state.totals).refused += 1;
-            lock(&state.log).of(user, &ServerEvent::Refused { pid, uid, why }, began);
+            let (code, why) = REFUSALS[refusal];
+            self.table.lock().totals.refused += 1;
+            self.log.of(user, &ServerEvent::Refused { pid, uid, why }, began);
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
             self.disconnect(socket);
             return Ok(false);
         }
         let id = self.next;
+        let row = ClientStatus { client: id, pid, uid, ..ClientStatus::new_zeroed() };
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let seat = self.table.sit(user, row, refusal.map_or(0, |refusal| refusal as u32 + 1)).ok_or(Errno::AGAIN);
+        let (control, theirs, seat) = match (pair, seat) {
+            (Ok((control, theirs)), Ok(seat)) => (control, theirs, seat),
+            (pair, seat) => {
+                self.close_apart(socket);
+                if let Ok(seat) = seat {
+                    self.table.stand(seat);
+                }
+                return Err(pair.err().unwrap_or(Errno::AGAIN));
+            }
+        };
         self.next += 1;
-        let mut connection = Connection::new(id, peer, socket);
-        connection.status_only = status_only;
-        let client = state.add(id, peer, connection.row());
-        let serving = Serving::new(state.clone(), client, connection, charge.ok());
-        let thread = thread::Builder::new().name("dmalaned-client".to_owned()).stack_size(STACK);
-        if let Err(e) = thread.spawn(move || serving.run()) {
-            // The connection has been dropped with the closure.
-            state.remove(id);
-            return Err(Errno::from_io_error(&e).unwrap_or(Errno::AGAIN));
+        let waiting = Some([socket, theirs]);
+        self.clients.push(Client { id, seat, peer, control, waiting, served: false, released: false });
+        self.table.charge(seat, take_time());
+        self.start_processes();
+        Ok(true)
+    }
+
+    /// Starts processes for clients whose users owe nothing, and forgets those that have gone.
+    fn start_processes(&mut self) {
+        if self.clients.iter().all(|client| client.waiting.is_none()) {
+            return;
         }
-        let owed = state.run_queue.owes(user);
-        state.run_queue.charge(user, take_time());
-        Ok(!owed)
+        let now = Timespec::default();
+        for mut client in std::mem::take(&mut self.clients) {
+            if let Some([socket, theirs]) = client.waiting.take() {
+                // Without flags, only the end of the connection is reported.
+                let gone = poll(&mut [PollFd::new(&socket, PollFlags::empty())], Some(&now)).is_ok_and(|n| n > 0);
+                if gone {
+                    self.table.stand(client.seat);
+                    self.close_apart(socket);
+                    continue;
+                }
+                if self.table.owes(client.seat) {
+                    client.waiting = Some([socket, theirs]);
+                } else {
+                    self.table.charge(client.seat, PROCESS_TIME);
+                    if let Err(e) = self.forker.fork(client.seat, &socket, &theirs) {
+                        // Its end of the pair is closed, as if its process had ended.
+                        self.log.of(client.peer.user, &ServerEvent::AcceptFailed(e), Instant::now());
+                        self.close_apart(socket);
+                    } else {
+                        drop((socket, theirs));
+                        // It begins when this process has no more to close.
+                        let _ = rustix::net::send(&client.control, &[0], SendFlags::NOSIGNAL);
+                    }
+                }
+            }
+            self.clients.push(client);
+        }
     }
 
     /// Ends a connection, with messages left unread, which may carry descriptors (before Linux 6.16, and where the
@@ -215,13 +352,13 @@ impl Server {
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.state.run_queue.quit();
-        if let Some(worker) = self.worker.take() {
-            let _ = worker.join();
-        }
-        self.state.worker_ended.store(true, Ordering::SeqCst);
+/// What a client has, as its row shows it.
+pub(crate) fn resources(row: &ClientStatus) -> ClientResources {
+    ClientResources {
+        buffers: row.buffers as usize,
+        bytes: row.bytes,
+        mappings: row.mappings as usize,
+        card: row.ddr + row.hbm,
     }
 }
 
@@ -232,31 +369,29 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Mutex;
 
-    use dmalane_addr::Access;
     use dmalane_card::Card;
-    use dmalane_dma::{Heap, MemfdHeap};
-    use dmalane_queue::Registered;
+    use dmalane_dma::MemfdHeap;
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
     use zerocopy::FromZeros;
 
     use super::*;
-    use crate::wire::{ClientRequest, ClientStatus, MAX_MESSAGE};
+    use crate::wire::{ClientRequest, ClientStatus};
     use crate::{Client, ClientOptions, status};
 
     #[test]
-    fn a_daemon_whose_worker_has_ended_ends() {
+    fn a_daemon_whose_forker_was_killed_ends() {
         let folder = tempfile::tempdir().unwrap();
-        let listener = Listener::bind(&folder.path().join("socket"), 0o600).unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
         let server = Server::new(Config::default(), |_| {}).unwrap();
-        server.state.run_queue.quit();
-        let (stop, stopped) = UnixStream::pair().unwrap();
+        let forker = server.forker.pid();
+        let (_stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()));
-        let start = Instant::now();
-        while !daemon.is_finished() && start.elapsed() < Duration::from_secs(60) {
-            thread::sleep(POLL_INTERVAL);
-        }
-        drop(stop);
-        assert!(matches!(daemon.join().unwrap(), Err(ServerError::WorkerDied)));
+        let client = Client::connect(ClientOptions::new(&path)).unwrap();
+        rustix::process::kill_process(forker, rustix::process::Signal::KILL).unwrap();
+        assert!(matches!(daemon.join().unwrap(), Err(ServerError::ForkerDied)));
+        // Its children have ended with it.
+        assert!(client.gone().is_some());
     }
 
     /// A TCP socket whose close takes minutes: its peer, which is the second, reads nothing.
@@ -313,109 +448,36 @@ mod tests {
         }
     }
 
-    #[test]
-    fn descriptors_count_until_they_are_closed() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
-        let mut server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
-        let client = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-        rustix::net::connect(&client, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-        server.accept(listener.socket.as_ref().unwrap()).unwrap();
-        let descriptors = server.state.accounts.descriptors.clone();
-        let until = |count| {
-            let start = Instant::now();
-            while descriptors.in_use(None) != count {
-                let now = descriptors.in_use(None);
-                assert!(start.elapsed() < Duration::from_secs(60), "{now} instead of {count}");
-                thread::sleep(POLL_INTERVAL);
-            }
-        };
-        until(1); // the socket
-        let answered = || {
-            let timeout = Timespec { tv_sec: 60, tv_nsec: 0 };
-            assert_eq!(poll(&mut [PollFd::new(&client, PollFlags::IN)], Some(&timeout)), Ok(1));
-            socket::receive(&client, &mut [0; MAX_MESSAGE], &mut Vec::new()).unwrap();
-        };
-        socket::send(&client, &ClientRequest::Hello { min: 1, max: 9 }.encode(1), &[], false).unwrap();
-        answered();
-        let (lingering, peer) = lingering();
-        let status = ClientRequest::Status { first: 0 }.encode(2);
-        // The last reference, whose close blocks, is the daemon's: it receives nothing before ours is closed.
-        let user = lock(&server.state.clients).values().next().unwrap().user.clone();
-        let turn = lock(&user.short);
-        socket::send(&client, &status, &[lingering.as_fd()], false).unwrap();
-        drop(lingering);
-        drop(turn);
-        until(2);
-        thread::sleep(Duration::from_millis(20));
-        assert_eq!(descriptors.in_use(None), 2);
-        drop(peer);
-        until(1);
-        answered();
-        drop(client);
-        until(0);
+    /// Whether turns are given.
+    fn pause(table: &Table, paused: bool) {
+        table.lock().turns.paused = paused.into();
     }
 
     #[test]
-    fn who_has_all_descriptors_is_told_so_and_served_no_more() {
+    fn who_owes_is_not_served_beside_others_until_that_is_paid() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
-        let server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
-        let (descriptors, me) = (server.state.accounts.descriptors.clone(), rustix::process::geteuid().as_raw());
-        let (stop, stopped) = UnixStream::pair().unwrap();
-        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
-        // A quarter is the daemon's own, and of the rest a quarter is for other users.
-        let all = Charge::new(&descriptors, me, 36).unwrap();
-        // The administrator may look, and nothing else.
-        let error = Client::connect(ClientOptions::new(&path)).err().unwrap().to_string();
-        assert!(error.contains("limit of descriptors (LimitNOFILE="), "{error}");
-        status(&ClientOptions::new(&path)).unwrap();
-        drop(all);
-        drop(Client::connect(ClientOptions::new(&path)).unwrap());
-        drop(stop);
-        daemon.join().unwrap();
-    }
-
-    #[test]
-    fn who_is_over_a_limit_or_owes_is_not_served_until_that_ends() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
-        let server = Server::new(Config { descriptors: Some(64), ..Config::default() }, |_| {}).unwrap();
-        let (state, me) = (server.state.clone(), rustix::process::geteuid().as_raw());
+        let server = Server::new(Config::default(), |_| {}).unwrap();
+        let (table, me) = (server.table.clone(), rustix::process::geteuid().as_raw());
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         let client = Client::connect(ClientOptions::new(&path)).unwrap();
-        let buf = MemfdHeap::new().allocate(4096).unwrap().share();
-        let map = || drop(Registered::new(&client, &buf, Access::READ).unwrap());
         let ask = || drop(status(&ClientOptions::new(&path)).unwrap());
-        let waits_until = |request: &(dyn Fn() + Sync), end: &dyn Fn(), what: &str| {
-            thread::scope(|scope| {
-                let request = scope.spawn(request);
-                thread::sleep(Duration::from_millis(100));
-                let served = request.is_finished();
-                end();
-                request.join().unwrap();
-                assert!(!served, "{what}");
-            });
-        };
-        let over = Mutex::new(Some(Charge::forced(&state.accounts.descriptors, me, 64)));
-        waits_until(&map, &|| drop(lock(&over).take()), "too many descriptors");
-        // Who owes and is alone is served: nobody has a loss.
-        let queue = &state.run_queue;
-        queue.paused.store(true, Ordering::SeqCst);
-        queue.wake();
-        while !queue.parked.load(Ordering::SeqCst) {
-            thread::sleep(POLL_INTERVAL);
-        }
-        queue.charge(me, Duration::from_millis(10));
+        pause(&table, true);
+        table.charge(0, Duration::from_millis(10));
+        // Who is alone is served: nobody has a loss.
         ask();
-        let other = Peer { pid: 1, uid: me + 1, user: me + 1, allowed: true, admin: false };
-        state.add(u64::MAX, other, ClientStatus::new_zeroed());
-        waits_until(&ask, &|| queue.paused.store(false, Ordering::SeqCst), "a debt beside another user");
-        state.remove(u64::MAX);
+        let other = ClientStatus { client: u64::MAX, ..ClientStatus::new_zeroed() };
+        let seat = table.sit(me + 1, other, 0).unwrap();
+        thread::scope(|scope| {
+            let asked = scope.spawn(ask);
+            thread::sleep(Duration::from_millis(100));
+            assert!(!asked.is_finished());
+            pause(&table, false);
+            asked.join().unwrap();
+        });
+        table.stand(seat);
         drop((client, stop));
         daemon.join().unwrap();
     }
@@ -458,18 +520,14 @@ mod tests {
     }
 
     #[test]
-    fn after_a_user_who_owes_was_accepted_others_wait_as_after_a_refusal() {
+    fn a_user_who_owes_has_no_process_started_until_that_is_paid() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
         let listener = listener.socket.as_ref().unwrap();
         let mut server = Server::new(Config { clients: 2, ..Config::default() }, |_| {}).unwrap();
         // Otherwise debts are paid at once.
-        server.state.run_queue.paused.store(true, Ordering::SeqCst);
-        server.state.run_queue.wake();
-        while !server.state.run_queue.parked.load(Ordering::SeqCst) {
-            thread::sleep(POLL_INTERVAL);
-        }
+        pause(&server.table, true);
         let mut connected = Vec::new();
         let mut accept = |server: &mut Server| {
             let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
@@ -477,13 +535,21 @@ mod tests {
             connected.push(socket);
             server.accept(listener)
         };
+        let waiting = |server: &Server| server.clients.iter().filter(|client| client.waiting.is_some()).count();
         assert_eq!(accept(&mut server), Ok(true));
-        let me = rustix::process::geteuid().as_raw();
-        server.state.run_queue.charge(me, Duration::from_millis(10));
-        assert_eq!(accept(&mut server), Ok(false));
-        assert_eq!(server.state.connections(me), (2, 2), "it is accepted all the same");
-        assert_eq!(lock(&server.state.totals).refused, 0);
-        server.state.run_queue.paused.store(false, Ordering::SeqCst);
+        assert_eq!(waiting(&server), 0);
+        server.table.charge(0, Duration::from_millis(10));
+        // Beside another user.
+        let other = ClientStatus { client: u64::MAX, ..ClientStatus::new_zeroed() };
+        server.table.sit(rustix::process::geteuid().as_raw() + 1, other, 0).unwrap();
+        assert_eq!(accept(&mut server), Ok(true));
+        assert_eq!((server.clients.len(), waiting(&server)), (2, 1), "it counts");
+        server.start_processes();
+        assert_eq!(waiting(&server), 1);
+        pause(&server.table, false);
+        server.start_processes();
+        assert_eq!(waiting(&server), 0);
+        assert_eq!(server.table.lock().totals.refused, 0);
     }
 
     #[test]
@@ -496,7 +562,7 @@ mod tests {
         let events = Arc::new(Mutex::new(Vec::new()));
         let log = events.clone();
         let server = Server::new(config, move |event| log.lock().unwrap().push(event.to_string())).unwrap();
-        let run_queue = server.state.run_queue.clone();
+        let table = server.table.clone();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         let now = || status(&ClientOptions::new(&path)).unwrap();
@@ -504,19 +570,15 @@ mod tests {
             let start = Instant::now();
             while !right(&now()) {
                 assert!(start.elapsed() < Duration::from_secs(60), "{what}: {:?}", now());
-                thread::sleep(POLL_INTERVAL);
+                thread::sleep(Duration::from_millis(1));
             }
         };
         let client = Client::connect(ClientOptions::new(&path)).unwrap();
         let number = client.number();
         let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
         let queue = card.queue(0).unwrap();
-        // The worker is paused, and the client disconnects abruptly: dropping the queue would wait for the worker.
-        run_queue.paused.store(true, Ordering::SeqCst);
-        run_queue.wake();
-        while !run_queue.parked.load(Ordering::SeqCst) {
-            thread::sleep(POLL_INTERVAL);
-        }
+        // The worker gets no turn, and the client disconnects abruptly: dropping the queue would wait for the worker.
+        pause(&table, true);
         client.abandon();
         let is_logged = |said: &str| events.lock().unwrap().iter().any(|event: &String| event.contains(said));
         until("not stopped", &|_| is_logged("its queues have not stopped"));
@@ -525,7 +587,7 @@ mod tests {
         assert!(row.closing == 1 && row.buffers == 4 && row.ddr == limits.ddr, "{row:?}");
         assert_eq!((held.ddr.0, held.totals.released), (limits.ddr, 0));
         // The queues stop later.
-        run_queue.paused.store(false, Ordering::SeqCst);
+        pause(&table, false);
         until("released", &|r| r.clients.len() == 1 && r.ddr.0 == 0);
         drop(stop);
         let totals = daemon.join().unwrap();

@@ -1,10 +1,17 @@
 //! The messages between daemon and client, as `docs/formats/daemon.md` describes them.
 
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use dmalane_dma::SharedBuf;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::page::PAGE_BYTES;
+
 /// Protocol version of this crate.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// "DMLD": the first field of a hello request.
 pub const MAGIC: u64 = 0x444c_4d44;
 /// Most bytes of a message.
@@ -303,7 +310,7 @@ pub struct HelloAnswer {
     pub reserved: U32,
 }
 
-/// The answer to `Open`. It carries the register page, the kick descriptor and a call descriptor for each queue.
+/// The answer to `Open`.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
 pub struct OpenAnswer {
@@ -360,6 +367,39 @@ pub struct StatusAnswer {
     pub hbm: [u64; 2],
     /// 1 when there are clients after the last one.
     pub more: u64,
+}
+
+/// What a client shares with its function: it makes them, so that they are its own in the kernel's accounts.
+pub struct FunctionFiles {
+    /// The register page.
+    pub page: SharedBuf,
+    /// Written to wake the daemon.
+    pub kick: OwnedFd,
+    /// For each queue, the client's end of a socket pair, which becomes readable when the daemon calls.
+    pub calls: Vec<OwnedFd>,
+    theirs: Vec<OwnedFd>,
+}
+
+impl FunctionFiles {
+    /// New ones for a function with this many queues.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn new(queues: u32) -> std::io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let pairs = (0..queues).map(|_| socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None));
+        let (calls, theirs) = pairs.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+        let page = SharedBuf::sparse("dmalane-registers", PAGE_BYTES).map_err(std::io::Error::other)?;
+        page.populate(0, PAGE_BYTES)?;
+        let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { page, kick, calls, theirs })
+    }
+
+    /// The descriptors that `Open` carries: the page, the kick descriptor, and the daemon's end of each call.
+    pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        let page = self.page.export().expect("a memfd");
+        [page, self.kick.as_fd()].into_iter().chain(self.theirs.iter().map(AsFd::as_fd)).collect()
+    }
 }
 
 /// The state of one client.

@@ -16,13 +16,13 @@ use daemon::{Daemon, memfd_mappings, one, open_files, settles_at};
 use dmalane_addr::Access;
 use dmalane_card::Card;
 use dmalane_daemon::wire::{
-    ClientRequest, Code, FAILED, FailedAnswer, MAX_MESSAGE, MapSegment, MessageHeader, VERSION, failed,
+    ClientRequest, Code, FAILED, FailedAnswer, FunctionFiles, MAX_MESSAGE, MapSegment, MessageHeader, VERSION, failed,
 };
 use dmalane_daemon::{Client, ClientLimits, Config, status};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered};
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, SocketAddrUnix, SocketType,
@@ -100,6 +100,12 @@ impl Raw {
         assert_eq!(said.seqno, self.seqno);
         assert!(said.opcode == FAILED || said.opcode == request.opcode() | 1 << 31);
         said
+    }
+
+    /// Opens a function with new files for its queues.
+    fn open(&mut self, ddr: u64, hbm: u64, queues: u32) -> (Reply, FunctionFiles) {
+        let files = FunctionFiles::new(if queues == 0 { 2 } else { queues }).unwrap();
+        (self.ask(&ClientRequest::Open { ddr, hbm, queues }, &files.fds()), files)
     }
 
     fn map(&mut self, access: u32, segments: &[MapSegment], fds: &[BorrowedFd<'_>]) -> Reply {
@@ -229,7 +235,7 @@ fn malformed_messages() {
             assert!(raw.receive().is_some(), "an answer to each");
         }
         if round % 2 == 1 {
-            let said = raw.ask(&ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]);
+            let said = raw.open(2 << 20, 4 << 20, 1).0;
             assert!(matches!(said.code(), None | Some(Code::Busy)), "the connection continues: {:?}", said.code());
         }
     }
@@ -274,10 +280,22 @@ fn requests_that_must_be_refused() {
     let fd = buf.export().unwrap();
     assert_eq!(raw.map(3, &[page], &[fd]).code(), Some(Code::NotPermitted), "no function");
     assert_eq!(raw.ask(&ClientRequest::Read { bar: 0, offset: 0 }, &[]).code(), Some(Code::NotPermitted));
-    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 17 }, &[]).code(), Some(Code::Quota));
+    assert_eq!(raw.open(0, 0, 17).0.code(), Some(Code::Quota));
     assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[fd]).code(), Some(Code::BadDescriptor));
-    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), None);
-    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), Some(Code::Busy));
+    let open = ClientRequest::Open { ddr: 0, hbm: 0, queues: 1 };
+    let (files, page_buf) = (FunctionFiles::new(1).unwrap(), memfd(4096));
+    let [registers, kick, call] = files.fds()[..] else { unreachable!("three") };
+    let short = page_buf.export().unwrap();
+    let bad =
+        [&[][..], &[registers, kick], &[registers, kick, call, call], &[kick, registers, call], &[short, kick, call]];
+    for bad in bad {
+        assert_eq!(raw.ask(&open, bad).code(), Some(Code::BadDescriptor), "{bad:?}");
+    }
+    // Regular files cannot be waited for.
+    assert_eq!(raw.ask(&open, &[registers, registers, call]).code(), Some(Code::BadDescriptor));
+    drop((files, page_buf));
+    assert_eq!(raw.open(0, 0, 0).0.code(), None);
+    assert_eq!(raw.open(0, 0, 0).0.code(), Some(Code::Busy));
     // Wrong sizes and offsets.
     for (offset, len) in
         [(0, 0), (1, 4096), (0, 4097), (0, 20 << 10), (16 << 10, 4096), (u64::MAX - 4095, 4096), (4096, u64::MAX)]
@@ -371,7 +389,7 @@ fn requests_that_must_be_refused() {
     };
     assert_eq!((refused, mappings), (Code::Quota, 16 * 16 - 16));
     raw = Raw::greeted(&daemon.path);
-    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), None);
+    assert_eq!(raw.open(0, 0, 0).0.code(), None);
     let large = memfd(9 << 20);
     assert_eq!(raw.map(1, &[page], &[large.export().unwrap()]).code(), Some(Code::Quota), "the whole memfd counts");
     let parts = [5, 4, 3].map(|mib| memfd(mib << 20));
@@ -400,14 +418,14 @@ fn memfds_with_more_seals_than_needed() {
     let good = sealed(SealFlags::SHRINK | SealFlags::SEAL);
     let said = ringed.raw.map(3, &all, &[good.as_fd()]);
     assert_eq!(said.code(), None);
-    // A mapping has all its memory, of a file that had none: later, the lack of it would end the daemon.
+    // The daemon makes no pages: they would be on its account, and stay while the client has the descriptor.
     let empty = rustix::fs::memfd_create("dmalane-empty", MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&empty, 8192).unwrap();
     rustix::fs::fcntl_add_seals(&empty, SealFlags::SHRINK).unwrap();
-    let populated = ringed.raw.map(3, &all, &[empty.as_fd()]);
-    assert_eq!((populated.code(), rustix::fs::fstat(&empty).unwrap().st_blocks), (None, 16));
-    assert_eq!(ringed.raw.ask(&ClientRequest::Unmap { iova: populated.word(0) }, &[]).code(), None);
-    drop((populated, empty));
+    let hole = ringed.raw.map(3, &all, &[empty.as_fd()]);
+    assert_eq!((hole.code(), rustix::fs::fstat(&empty).unwrap().st_blocks), (Some(Code::Failed), 0));
+    assert!(String::from_utf8_lossy(&hole.body).contains("touch it first"));
+    drop((hole, empty));
     // The card writes through it.
     start(&mut ringed.raw, &ringed.iovas);
     for (i, word) in [2, said.word(0), 0, 8192].into_iter().enumerate() {
@@ -436,6 +454,73 @@ fn memfds_with_more_seals_than_needed() {
     end(daemon, bystander, before);
 }
 
+/// The card accesses pages that the client has given back to the kernel: new ones would be on the daemon's account.
+#[test]
+fn a_page_that_is_given_back_ends_the_connection_that_used_it() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    for (op, card) in [(1, "from"), (2, "to")] {
+        let mut ringed = Ringed::new(&daemon.path);
+        let data = memfd(1 << 20);
+        let iova = ringed.raw.map_all(&data, 3);
+        let fd = data.export().unwrap();
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(fd, flags, 64 << 10, 128 << 10).unwrap();
+        let there = rustix::fs::fstat(fd).unwrap().st_blocks;
+        start(&mut ringed.raw, &ringed.iovas);
+        for (i, word) in [op, iova, 0, 1 << 20].into_iter().enumerate() {
+            ringed.ring.as_volatile_slice().store_u64(8 * i, word).unwrap();
+        }
+        ringed.doorbell(1);
+        assert!(ringed.raw.receive().is_none(), "the connection ends: {card} the host");
+        assert_eq!(rustix::fs::fstat(fd).unwrap().st_blocks, there, "no page was made");
+        bystander.check();
+    }
+    end(daemon, bystander, before);
+}
+
+/// The same while the client's process has the lock of what all share, as likely as can be.
+#[test]
+fn processes_that_end_at_any_time_leave_a_daemon_that_serves() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                for _ in 0..30 {
+                    let mut ringed = Ringed::new(&daemon.path);
+                    start(&mut ringed.raw, &ringed.iovas);
+                    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                    rustix::fs::fallocate(ringed.ring.export().unwrap(), flags, 0, 4096).unwrap();
+                    for seqno in 0..20 {
+                        let _ = ringed.raw.send(&ClientRequest::Status { first: 0 }.encode(seqno), &[]);
+                    }
+                    ringed.doorbell(1);
+                    while ringed.raw.receive().is_some() {}
+                }
+            });
+        }
+        for _ in 0..5 {
+            bystander.check();
+        }
+    });
+    end(daemon, bystander, before);
+}
+
+#[test]
+fn a_place_is_free_once_the_end_of_its_connection_was_seen() {
+    let daemon = Daemon::start(Config { clients: 1, ..Config::default() });
+    for round in 0..50 {
+        let mut raw = Raw::greeted(&daemon.path);
+        assert_eq!(raw.open(2 << 20, 4 << 20, 1).0.code(), None, "{round}");
+        rustix::net::shutdown(&raw.socket, rustix::net::Shutdown::Write).unwrap();
+        assert!(raw.receive().is_none());
+    }
+    daemon.end_empty();
+}
+
 #[test]
 fn idle_connections_time_out() {
     // Long enough for clients that greet and open at once, also where they have to wait for a processor.
@@ -458,7 +543,7 @@ fn idle_connections_time_out() {
     };
     assert!(ended_after >= open_timeout, "{ended_after:?}");
     let mut late = Raw::greeted(&daemon.path);
-    assert_eq!(late.ask(&ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]).code(), None);
+    assert_eq!(late.open(2 << 20, 4 << 20, 1).0.code(), None);
     std::thread::sleep(open_timeout + hello_timeout);
     assert_eq!(late.read(0), dmalane_card::regs::ID_VALUE, "a client with a function stays");
     bystander.check();
@@ -545,13 +630,9 @@ const LOG2: u32 = 6;
 impl Ringed {
     fn new(path: &Path) -> Self {
         let mut raw = Raw::greeted(path);
-        let mut said = raw.ask(&ClientRequest::Open { ddr: 64 << 20, hbm: 64 << 20, queues: 1 }, &[]);
-        assert_eq!(said.fds.len(), 3);
-        let wakes = said.fds.pop().unwrap();
-        let (call, page) = (said.fds.pop().unwrap(), SharedBuf::import(said.fds.pop().unwrap()).unwrap());
-        // The client cannot send descriptors to the daemon through this socket.
-        let sent = rustix::net::send(&wakes, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-        assert_eq!(sent, Err(rustix::io::Errno::PIPE));
+        let (said, files) = raw.open(64 << 20, 64 << 20, 1);
+        assert_eq!((said.code(), said.fds.len()), (None, 0));
+        let FunctionFiles { page, kick: call, .. } = files;
         let [ring, completions, mapped, readonly, unmapped] = [4096, 4096, 64 << 10, 64 << 10, 64 << 10].map(memfd);
         unmapped.as_volatile_slice().fill(0x77);
         readonly.as_volatile_slice().fill(0x78);
@@ -764,7 +845,7 @@ fn a_blocking_close_does_not_delay_other_clients() {
     for case in 0..6 {
         let mut raw = if case == 0 { Raw::new(&daemon.path) } else { Raw::greeted(&daemon.path) };
         if case == 1 {
-            assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 1 }, &[]).code(), None);
+            assert_eq!(raw.open(0, 0, 1).0.code(), None);
         }
         let (socket, other) = lingering(&listener, linger);
         others.push(other);

@@ -629,14 +629,11 @@ fn memory_is_limited_for_users_and_for_all() {
     // Another client of the same user.
     let second = daemon.connect();
     let large = second.buffer(24 * MIB).unwrap();
-    let refused = Registered::new(&second, &large, Access::RW).map(drop).unwrap_err().to_string();
-    assert!(refused.contains("(--user-memory)") && refused.contains("of 33554432"), "{refused}");
+    // Mapped buffers are the client's own memory.
+    drop(Registered::new(&second, &large, Access::RW).unwrap());
     drop((large, second));
-    // Card memory counts when it is touched, and buffers no longer after they were unmapped.
+    // Card memory counts when it is touched.
     driven.copy(Direction::FromHost).unwrap();
-    let more = driven.client.buffer(16 * MIB).unwrap();
-    let refused = Registered::new(&driven.client, &more, Access::RW).map(drop).unwrap_err().to_string();
-    assert!(refused.contains("(--user-memory)"), "{refused}");
     // Exceeding the limit on the card is an error of one operation.
     let mut failed = 0;
     for i in 1..6u64 {
@@ -652,7 +649,7 @@ fn memory_is_limited_for_users_and_for_all() {
         failed += u32::from(result.is_err());
     }
     assert!((3..=4).contains(&failed), "{failed}");
-    drop((driven, more));
+    drop(driven);
     daemon.wait_until_empty();
     settles_at((files, mappings));
     daemon.end_empty();

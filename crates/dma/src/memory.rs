@@ -92,6 +92,14 @@ impl BufferRef {
         &self.0.backing
     }
 
+    /// For registrars: asks the kernel for the pages of a range now, as [`SharedBuf::populate`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn populate(&self, range: &Range<usize>) -> std::io::Result<()> {
+        self.0.region.populate(range.start, range.len())
+    }
+
     /// For registrars: checks that a range to pin is whole pages of this memory, of `page` bytes.
     ///
     /// # Errors

@@ -149,6 +149,11 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         (channel < self.core.channels.len()).then(|| self.core.try_step(channel, (most, false)))?
     }
 
+    /// False where a step of this channel would do nothing.
+    pub fn wants_step(&self, channel: usize) -> bool {
+        self.core.channels.get(channel).is_some_and(|channel| channel.regs.want_a_step())
+    }
+
     /// True when the card has threads, so that it works although nobody calls [`SoftCard::progress`].
     pub fn works_alone(&self) -> bool {
         !self.workers.is_empty()

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dmalane_addr::Access;
 use dmalane_card::Card;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_daemon::wire::{ANSWER, ClientRequest, FAILED, MAX_MESSAGE, message};
+use dmalane_daemon::wire::{ANSWER, ClientRequest, FAILED, MAX_MESSAGE, VERSION, message};
 use dmalane_daemon::{Client, ClientOptions, status};
 use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
@@ -73,15 +73,13 @@ struct Files {
     page: SharedBuf,
     odd: OwnedFd,
     kick: OwnedFd,
-    calls: (OwnedFd, OwnedFd),
 }
 
 fn files() -> Files {
     let page = MemfdHeap::starting_at(PageKind::Base).allocate(8192).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
     let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
-    let calls = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("a pair");
-    Files { page, odd, kick, calls }
+    Files { page, odd, kick }
 }
 
 struct Daemon<'a> {
@@ -110,12 +108,11 @@ impl Daemon<'_> {
         let word = |n: u64| n.to_le_bytes();
         let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
         let mut body = match request {
-            ClientRequest::Hello { .. } => [1, 7, 1 << 21, 1 << 22, 1 | 4 << 32, 1 << 20].map(word).concat(),
-            ClientRequest::Open { .. } => {
-                let page = files.page.export().expect("a memfd");
-                fds.extend([page, files.kick.as_fd(), files.calls.0.as_fd()]);
-                [1 << 21, 1 << 22, 1].map(word).concat()
+            ClientRequest::Hello { .. } => {
+                let version = u64::from(VERSION) | 1 << 32;
+                [version, 7, 1 << 21, 1 << 22, 1 << 20, 4].map(word).concat()
             }
+            ClientRequest::Open { .. } => [1 << 21, 1 << 22, 1].map(word).concat(),
             ClientRequest::Map { segments, .. } => {
                 let len = segments.iter().map(|s| s.len.get()).sum();
                 [input.number() & !4095, len].map(word).concat()

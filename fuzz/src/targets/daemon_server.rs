@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use dmalane_daemon::wire::{ClientRequest, MAX_MESSAGE, MapSegment};
+use dmalane_daemon::wire::{ClientRequest, FunctionFiles, MAX_MESSAGE, MapSegment};
 use dmalane_daemon::{ClientLimits, ClientOptions, Config, Listener, Server, status};
 use dmalane_dma::fuzzing::FuzzInput;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
@@ -20,6 +20,7 @@ struct Fixed {
     path: PathBuf,
     memfds: Vec<SharedBuf>,
     wrong: Vec<OwnedFd>,
+    files: FunctionFiles,
 }
 
 /// The daemon lives as long as the process.
@@ -35,7 +36,6 @@ fn fixed() -> &'static Fixed {
             limits,
             clients: CLIENTS + 4,
             memory: Some(16 << 20),
-            descriptors: Some(64),
             ..Config::default()
         };
         let listener = Listener::bind(&path, 0o600).expect("a listener");
@@ -46,7 +46,8 @@ fn fixed() -> &'static Fixed {
         let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
         let unsealed = rustix::fs::memfd_create("unsealed", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
-        Fixed { path, memfds: [4096, 64 << 10, 2 << 20].map(memfd).into(), wrong: vec![unsealed, event] }
+        let files = FunctionFiles::new(2).expect("files");
+        Fixed { path, memfds: [4096, 64 << 10, 2 << 20].map(memfd).into(), wrong: vec![unsealed, event], files }
     })
 }
 
@@ -64,7 +65,7 @@ pub fn target(data: &[u8]) {
             let client = connected(&fixed.path);
             if kind & 1 == 0 {
                 send(&client, &ClientRequest::Hello { min: 1, max: 2 }.encode(1), &[]);
-                send(&client, &ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2), &[]);
+                send(&client, &ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2), &fixed.files.fds());
             }
             clients[which % CLIENTS] = Some(client);
             continue;

@@ -11,13 +11,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::Access;
+use dmalane::card::regs::BAR_MEMORY;
 use dmalane::daemon::{Client, ClientOptions};
-use dmalane::dma::{Registrar, SharedBuf};
+use dmalane::dma::{Mmio, Registrar};
 use dmalane::queue::Registered;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::Value;
+
+use crate::group::Group;
 
 /// Time after which something that is waited for does not come.
 const LONG: Duration = Duration::from_secs(60);
@@ -125,14 +128,17 @@ fn it_serves_until_it_is_told_to_end() {
 fn what_clients_would_meet_is_said_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
-    let script = "ulimit -n 512; exec \"$0\" --socket \"$1\"";
+    let script = "ulimit -n 300; exec \"$0\" --socket \"$1\"";
     let mut shell = Command::new("sh");
     shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).arg(&path).stderr(Stdio::piped());
     let child = shell.spawn().unwrap();
     drop(wait_for(&path));
     let output = end(child, Signal::TERM);
     let said = text(&output.stderr);
-    assert!(said.contains("dmalaned: warning: all clients") && said.contains("this process may have 512"), "{said}");
+    assert!(
+        said.contains("dmalaned: warning: a process of the daemon needs") && said.contains("and may have 300"),
+        "{said}"
+    );
 }
 
 /// Waits for a process that ends by itself.
@@ -404,57 +410,20 @@ fn the_unit_leaves_little_exposed() {
     assert!(!unit.contains("\nPrivateUsers="), "all users would be one");
 }
 
-/// A control group with a limit of memory, where this process may make one.
-struct Group(std::path::PathBuf);
-
-impl Group {
-    fn new(bytes: u64) -> Option<Self> {
-        let name = format!("dmalane-test-{}-{bytes}", std::process::id());
-        for (root, file) in [("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")] {
-            let group = Self(Path::new(root).join(&name));
-            // Not every folder there is a hierarchy of groups.
-            if Path::new(root).join("cgroup.procs").exists()
-                && std::fs::create_dir(&group.0).is_ok()
-                && std::fs::write(group.0.join(file), bytes.to_string()).is_ok()
-            {
-                return Some(group);
-            }
-        }
-        None
-    }
-
-    /// Bytes in use.
-    fn used(&self) -> u64 {
-        let read = |file| std::fs::read_to_string(self.0.join(file));
-        let text = read("memory.current").or_else(|_| read("memory.usage_in_bytes")).unwrap();
-        text.trim().parse().unwrap()
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        let start = Instant::now();
-        while std::fs::remove_dir(&self.0).is_err_and(|e| e.raw_os_error() == Some(16)) {
-            assert!(start.elapsed() < LONG, "the control group is busy");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
 /// A daemon in a control group.
 fn serve_in(group: &Group, path: &Path) -> Child {
-    let script = "echo $$ > \"$2\"/cgroup.procs && exec \"$0\" --socket \"$1\" --mode 600 --clients 64";
-    let mut shell = Command::new("sh");
-    shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).args([path, &group.0]).stderr(Stdio::piped());
-    shell.spawn().unwrap()
+    let mut daemon = group.command(env!("CARGO_BIN_EXE_dmalaned"));
+    daemon.arg("--socket").arg(path).args(["--mode", "600", "--clients", "64"]);
+    daemon.stderr(Stdio::piped()).spawn().unwrap()
 }
 
 /// Page tables and notes of many mappings of single pages count.
 #[test]
 fn a_daemon_with_little_memory_refuses_mappings_of_single_pages() {
     const LIMIT: u64 = 120 << 20;
-    let Some(group) = Group::new(LIMIT) else {
-        return println!("SKIPPED: no control group can be made");
+    let group = match Group::any("pages", LIMIT) {
+        Ok(group) => group,
+        Err(why) => return println!("SKIPPED: {why}"),
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
@@ -483,28 +452,29 @@ fn a_daemon_with_little_memory_refuses_mappings_of_single_pages() {
 
 #[test]
 fn a_daemon_with_little_memory_refuses_before_it_is_killed() {
-    let Some(group) = Group::new(300 << 20) else {
-        return println!("SKIPPED: no control group can be made");
+    let group = match Group::any("buffers", 300 << 20) {
+        Ok(group) => group,
+        Err(why) => return println!("SKIPPED: {why}"),
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
     let mut child = serve_in(&group, &path);
     let clients: Vec<Client> = (0..24).map(|_| wait_for(&path)).collect();
-    let (mut mapped, mut refused) = (Vec::new(), Vec::new());
-    for client in clients.iter().cycle().take(3 * clients.len()) {
-        // Without pages: who touches them first is charged for them, which is the daemon.
-        let buf = SharedBuf::sparse("test", 40 << 20).unwrap();
-        match Registered::new(client, &buf, Access::RW) {
-            Ok(via) => mapped.push(via),
-            Err(e) => refused.push(e.to_string()),
+    // Card memory, a block of 2 MiB after the other; buffers are the clients' own memory.
+    let (mut touched, mut refused) = (0, Vec::new());
+    for i in 0..16u64 {
+        for client in &clients {
+            match client.write_bytes(BAR_MEMORY, i << 21, &[1]) {
+                Ok(()) => touched += 1,
+                Err(e) => refused.push(e.to_string()),
+            }
         }
     }
-    assert!((3..=6).contains(&mapped.len()), "{}", mapped.len());
-    assert!(refused.iter().all(|why| why.contains("--memory")), "{refused:?}");
-    let large = SharedBuf::sparse("test", 400 << 20).unwrap();
-    assert!(Registered::new(&clients[0], &large, Access::RW).is_err());
+    assert!((70..=118).contains(&touched), "{touched}");
+    assert!(refused.iter().all(|why| why.contains("limit of memory")), "{refused:?}");
+    assert!(clients.iter().all(|client| client.gone().is_none()), "a client's process was killed");
     assert!(child.try_wait().unwrap().is_none(), "the daemon was killed");
-    drop((mapped, clients));
+    drop(clients);
     assert_eq!(end(child, Signal::TERM).status.code(), Some(0));
     drop(group);
 }

@@ -1,5 +1,9 @@
 //! Attacks of a hostile user with 48 connections.
 
+mod abrupt;
+mod files;
+mod words;
+
 use super::*;
 
 use dmalane_addr::Iova;
@@ -46,6 +50,23 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("gigabyte-punches", gigabyte_punches),
     ("pauses", pauses),
     ("returns", returns),
+    ("mappings", files::mappings),
+    ("busy-files", files::busy_files),
+    ("growing-files", files::growing_files),
+    ("huge-pages", files::huge_pages),
+    ("unmap-bursts", files::unmap_bursts),
+    ("punched-rings", files::punched_rings),
+    ("touched-everywhere", touched_everywhere),
+    ("kicks", words::kicks),
+    ("scribbled-pages", words::scribbled_pages),
+    ("punched-registers", words::punched_registers),
+    ("flipping-doorbells", words::flipping_doorbells),
+    ("unread-calls", words::unread_calls),
+    ("call-waiters", words::call_waiters),
+    ("half-closed", abrupt::half_closed),
+    ("function-bursts", abrupt::function_bursts),
+    ("killed-clients", abrupt::killed_clients),
+    ("stopped-clients", abrupt::stopped_clients),
 ];
 
 /// Connections of the hostile user: fewer in the test that only looks whether others are served.
@@ -74,7 +95,9 @@ fn with_all<T: Send>(threads: usize, make: impl Fn() -> T, act: impl Fn(&mut T) 
 pub(crate) struct Ring {
     client: Client,
     log2: u32,
-    _memory: [(Mapping, SharedBuf); 2],
+    words: Vec<u64>,
+    /// Of the ring with its completions, and of the data.
+    memory: [(Mapping, SharedBuf); 2],
 }
 
 impl Ring {
@@ -85,24 +108,50 @@ impl Ring {
             (client.map(client.pin(&buf.reference()).unwrap(), Access::RW).unwrap(), buf)
         };
         let first = (Descriptor::BYTES << log2).next_multiple_of(4096);
-        let (rings, data) = (mapped(first + (CompletionEntry::BYTES << log2)), mapped(len));
-        let [at, host] = [&rings, &data].map(|(mapping, _)| mapping.span().first().bits());
-        let words: Vec<u64> = make(host).into_iter().flat_map(|task| Descriptor::from(task).encode()).collect();
-        for (i, word) in words.into_iter().cycle().take(4 << log2).enumerate() {
-            rings.1.as_volatile_slice().store_u64(8 * i, word).unwrap();
-        }
-        let set = |register, value| client.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
+        let memory = [mapped(first + (CompletionEntry::BYTES << log2)), mapped(len)];
+        let [at, host] = memory.each_ref().map(|(mapping, _)| mapping.span().first().bits());
+        let words = make(host).into_iter().flat_map(|task| Descriptor::from(task).encode()).collect();
+        let this = Self { client, log2, words, memory };
+        this.write_descriptors();
+        let set = |register, value| this.set(register, value).unwrap();
         set(regs::CH_RING_LOG2, log2);
         for (register, at) in [(regs::CH_RING, at), (regs::CH_COMPLETIONS, at + first as u64)] {
             set(register, at as u32);
             set(register + 4, (at >> 32) as u32);
         }
         set(regs::CH_CONTROL, 1);
-        Self { client, log2, _memory: [rings, data] }
+        this
+    }
+
+    fn write_descriptors(&self) {
+        for (i, word) in self.words.iter().cycle().take(4 << self.log2).enumerate() {
+            self.memory[0].1.as_volatile_slice().store_u64(8 * i, *word).unwrap();
+        }
+    }
+
+    fn set(&self, register: u64, value: u32) -> Result<(), dmalane_dma::Error> {
+        self.client.write32(BAR_REGISTERS, regs::channel(0, register), value)
     }
 
     fn register(&self, register: u64) -> u32 {
         self.client.read32(BAR_REGISTERS, regs::channel(0, register)).unwrap()
+    }
+
+    /// Starts the queue again if it has halted; false when the connection has ended.
+    fn restart(&self) -> bool {
+        let read = |register| self.client.read32(BAR_REGISTERS, regs::channel(0, register));
+        let stopped = || loop {
+            match read(regs::CH_STATUS) {
+                Ok(0) => return true,
+                Ok(_) => std::thread::yield_now(),
+                Err(_) => return false,
+            }
+        };
+        match read(regs::CH_STATUS) {
+            Ok(1) => true,
+            Ok(_) => self.set(regs::CH_CONTROL, 0).is_ok() && stopped() && self.set(regs::CH_CONTROL, 1).is_ok(),
+            Err(_) => false,
+        }
     }
 
     /// The card has done all.
@@ -112,8 +161,13 @@ impl Ring {
 
     /// Has the card do all of the ring once more.
     pub(crate) fn fill(&self) {
-        let doorbell = self.register(regs::CH_HEAD).wrapping_add(1 << self.log2);
-        self.client.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), doorbell).unwrap();
+        assert!(self.try_fill(), "the connection has ended");
+    }
+
+    /// The same; false when the connection has ended.
+    fn try_fill(&self) -> bool {
+        let head = self.client.read32(BAR_REGISTERS, regs::channel(0, regs::CH_HEAD));
+        head.is_ok_and(|head| self.set(regs::CH_DOORBELL, head.wrapping_add(1 << self.log2)).is_ok())
     }
 }
 
@@ -123,9 +177,41 @@ pub(crate) fn to_card(host: u64, offset: u64, len: u32) -> Task {
     Task::Copy { direction: Direction::FromHost, host: Iova::new(host), card, len }
 }
 
+/// A client; tried again for a while where what an earlier one had is not free yet.
 pub(crate) fn client(path: &Path, ddr: u64) -> Client {
-    let timeout = Duration::from_secs(60);
-    Client::connect(ClientOptions { ddr, hbm: 4 << 20, queues: 1, timeout, ..ClientOptions::new(path) }).unwrap()
+    let (start, timeout) = (Instant::now(), Duration::from_secs(60));
+    loop {
+        match Client::connect(ClientOptions { ddr, hbm: 4 << 20, queues: 1, timeout, ..ClientOptions::new(path) }) {
+            Ok(client) => return client,
+            Err(e) => assert!(start.elapsed() < timeout, "{e}"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Gives the first bytes of a memory back to the kernel.
+fn punch(memory: &impl AsFd, len: usize) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(memory, flags, 0, len as u64).unwrap();
+}
+
+/// A process that takes part in this attack with these connections, and ends with this thread.
+fn child(input: impl Into<Stdio>, connections: usize) -> Other {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(std::env::args_os().skip(1)).stdin(input).env(CLIENTS, connections.to_string());
+    command.env(PARENT, std::process::id().to_string());
+    Other::new(command)
+}
+
+/// True in a process that [`child`] has started.
+fn is_child() -> bool {
+    let Ok(parent) = std::env::var(PARENT) else { return false };
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).unwrap();
+    let now = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().to_string());
+    if now != Some(parent) {
+        std::process::exit(1);
+    }
+    true
 }
 
 /// Has all connections do such operations again and again.
@@ -283,7 +369,7 @@ fn map_churn(path: &Path) -> ! {
 /// Maps lists of as many segments as a message has, each a page, in reverse order.
 fn scattered_maps(path: &Path) -> ! {
     let pages = MAX_SEGMENTS as u64;
-    let fd = sparse(MAX_SEGMENTS << 12);
+    let fd = touched(MAX_SEGMENTS << 12);
     let page = |i: u64| MapSegment { fd: 0.into(), reserved: 0.into(), offset: (i << 12).into(), len: 4096.into() };
     let segments: Vec<MapSegment> = (0..pages).rev().map(page).collect();
     with_all(
@@ -388,13 +474,24 @@ fn first_touches(path: &Path) -> ! {
     )
 }
 
+/// Has the card write a byte to each block of its memory, and then connects again.
+fn touched_everywhere(path: &Path) -> ! {
+    let shape = Shape { row: 1, rows: 64, host_pitch: 65, device_pitch: 1 << 20 };
+    let make = || Copies::new(client(path, 64 << 20), 4096, 1, |copy| copy.shaped(shape));
+    with_all(4, make, |copies| {
+        copies.run(Duration::from_micros(1));
+        *copies = make();
+    })
+}
+
 /// Gives the pages of a mapped buffer back to the kernel before the card copies them.
 fn punched_pages(path: &Path) -> ! {
     let make = || Copies::new(client(path, 16 << 20), MIB, 4, |copy| copy);
     with_all(4, make, |copies| {
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&copies.memory, flags, 0, 4 << 20).unwrap();
-        copies.run(Duration::from_micros(1));
+        punch(&copies.memory, 4 << 20);
+        if copies.run_while_it_works(Duration::from_micros(1)).is_none() {
+            *copies = make();
+        }
     })
 }
 
@@ -402,30 +499,33 @@ fn punched_pages(path: &Path) -> ! {
 fn large_punches(path: &Path) -> ! {
     let make = || Copies::new(client(path, 16 << 20), 4 * MIB, 4, |copy| copy);
     with_all(4, make, |copies| {
-        for operation in copies.ready.drain(..) {
-            let _ticket = copies.queue.submit(operation).unwrap();
+        if !copied_while(copies, |memory| punch(memory, 16 << 20)) {
+            *copies = make();
         }
-        copies.queue.flush();
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&copies.memory, flags, 0, 16 << 20).unwrap();
-        copies.run(Duration::from_micros(1));
     })
 }
 
 /// The same with a gigabyte: who touches a page of it waits until the kernel has freed all.
 fn gigabyte_punches(path: &Path) -> ! {
     const PARTS: usize = 8;
-    let mut copies = Copies::new(client(path, 1 << 30), GIB / PARTS, PARTS, |copy| copy);
+    let make = || Copies::new(client(path, 1 << 30), GIB / PARTS, PARTS, |copy| copy);
+    let mut copies = make();
     println!("attacking");
     loop {
         take_gigabyte(&copies.memory);
-        for operation in copies.ready.drain(..) {
-            let _ticket = copies.queue.submit(operation).unwrap();
+        if !copied_while(&mut copies, free_gigabyte) {
+            copies = make();
         }
-        copies.queue.flush();
-        free_gigabyte(&copies.memory);
-        copies.run(Duration::from_micros(1));
     }
+}
+
+/// Has the card copy all parts, and does something to their memory meanwhile; false when the queue has stopped.
+fn copied_while(copies: &mut Copies, act: impl FnOnce(&OwnedFd)) -> bool {
+    let all: Vec<Operation> = copies.ready.drain(..).collect();
+    let submitted = all.into_iter().all(|operation| copies.queue.submit(operation).is_ok());
+    copies.queue.flush();
+    act(&copies.memory);
+    submitted && copies.run_while_it_works(Duration::from_micros(1)).is_some()
 }
 
 fn take_gigabyte(memory: &impl AsFd) {
@@ -433,8 +533,7 @@ fn take_gigabyte(memory: &impl AsFd) {
 }
 
 fn free_gigabyte(memory: &impl AsFd) {
-    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    rustix::fs::fallocate(memory, flags, 0, GIB as u64).unwrap();
+    punch(memory, GIB);
 }
 
 /// Connects beyond the limit of clients, and is refused.

@@ -66,7 +66,7 @@ pub struct Serve {
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_hbm: Option<Size>,
 
-    /// Memory of this machine for all clients: card memory that was touched, and buffers while they are mapped
+    /// Memory of this machine for all clients: card memory that was touched, page tables, and their processes
     /// [default: 64MiB less than the limit of the control group, if it has one]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     memory: Option<Size>,
@@ -126,7 +126,6 @@ impl Serve {
         let (subordinates, dropped) = Config::system_subordinates();
         let config = Config {
             memory,
-            descriptors,
             user_memory: self.user_memory.map(Size::bytes).or(memory.filter(|_| alone)),
             user_clients: self.user_clients.or(alone.then_some(clients)),
             user_ddr: self.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),

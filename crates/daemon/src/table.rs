@@ -1,0 +1,368 @@
+//! What the processes of a daemon share: a table in memory that all of them have mapped.
+//!
+//! `unsafe` is for mapping it, and for its lock: a process may be killed at any time, and the kernel unlocks a robust
+//! mutex of POSIX for the next one, which the lock of the standard library is not.
+#![allow(unsafe_code)]
+
+use std::cell::UnsafeCell;
+use std::io;
+use std::mem::MaybeUninit;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use nix::libc;
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use rustix::thread::futex;
+use rustix::time::{ClockId, Timespec, clock_gettime};
+use zerocopy::FromBytes;
+
+use crate::turns::{SEATS, Turns};
+use crate::wire::{ClientStatus, Totals};
+
+/// How long a worker that was woken spins for its turn: the last step of another's.
+const SPIN: u64 = 150_000;
+/// How long a process sleeps at most before it looks again whether its user has paid.
+const MAX_PAUSE: Duration = Duration::from_millis(16);
+
+/// A table in memory that this process shares with those that it forks.
+pub(crate) struct Table(NonNull<Shared>);
+
+#[repr(C)]
+struct Shared {
+    lock: UnsafeCell<libc::pthread_mutex_t>,
+    /// The seat that had the last turn.
+    last: AtomicU32,
+    state: UnsafeCell<State>,
+    /// Counts, for each seat, how often it may have got its turn.
+    turned: [AtomicU32; SEATS],
+    /// For each seat, 1 when its process has missed a page of its client's memory.
+    missed: [AtomicU32; SEATS],
+}
+
+/// Why a connection ends, as the table has it.
+#[derive(Clone, Copy)]
+pub(crate) enum Ending {
+    /// The process has said nothing.
+    Killed,
+    Disconnected,
+    Failed,
+    NotOpened,
+    Unread,
+    ShutDown,
+    Bug,
+}
+
+impl Ending {
+    /// What the log says of a number in the table.
+    pub(crate) fn text(number: u32) -> &'static str {
+        const TEXTS: [&str; Ending::Bug as usize + 1] = [
+            "its process was killed",
+            "the client disconnected",
+            "the connection failed",
+            "the client did not open a function in time",
+            "the client does not read its answers",
+            "the daemon is shutting down",
+            "a bug in the daemon",
+        ];
+        TEXTS.get(number as usize).unwrap_or(&TEXTS[Self::Killed as usize])
+    }
+}
+
+/// What the lock protects. Any bytes are a valid state, since the process that changes it may be killed.
+#[derive(FromBytes)]
+#[repr(C)]
+pub(crate) struct State {
+    pub turns: Turns,
+    pub totals: Totals,
+    pub seats: [Seat; SEATS],
+}
+
+/// A client, as all processes know it.
+#[derive(FromBytes)]
+#[repr(C)]
+pub(crate) struct Seat {
+    /// As of the last request or step. A seat whose client has no number is free.
+    pub row: ClientStatus,
+    /// What the client has taken of each account.
+    pub taken: [u64; 3],
+    /// The user who pays.
+    pub user: u32,
+    /// Why it may request the status alone ([`crate::serving::REFUSALS`]), and why its connection ends
+    /// ([`Ending`]).
+    pub refusal: u32,
+    pub why: u32,
+    unused: u32,
+    /// Nanoseconds that its queues took to stop.
+    pub stopped_after: u64,
+}
+
+// SAFETY: the table is not bound to a thread: its fields are atomic but for `state`, which only the lock's owner
+// accesses (`Locked`).
+unsafe impl Send for Table {}
+// SAFETY: as above.
+unsafe impl Sync for Table {}
+
+impl Table {
+    /// An empty table.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn new() -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping, at an address that the kernel chooses.
+        let at = unsafe { mmap_anonymous(std::ptr::null_mut(), size_of::<Shared>(), access, MapFlags::SHARED) }?;
+        let table = Self(NonNull::new(at.cast()).expect("no mapping is at address 0"));
+        let mut attributes = MaybeUninit::uninit();
+        let of = attributes.as_mut_ptr();
+        // SAFETY: the attributes are made by the first call before the others use them; the mutex is zeros that nobody
+        // else has seen.
+        let results = unsafe {
+            [
+                libc::pthread_mutexattr_init(of),
+                libc::pthread_mutexattr_setpshared(of, libc::PTHREAD_PROCESS_SHARED),
+                libc::pthread_mutexattr_setrobust(of, libc::PTHREAD_MUTEX_ROBUST),
+                libc::pthread_mutex_init(table.shared().lock.get(), of),
+                libc::pthread_mutexattr_destroy(of),
+            ]
+        };
+        match results.into_iter().find(|result| *result != 0) {
+            Some(error) => Err(io::Error::from_raw_os_error(error)),
+            None => Ok(table),
+        }
+    }
+
+    fn shared(&self) -> &Shared {
+        // SAFETY: mapped until drop, at a page's beginning, with as many bytes, which were zeros at first: no turns,
+        // and a state, of which any bytes are one. What changes is atomic or in an `UnsafeCell`.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// Locks the state. Where a process was killed that had it locked, its counts are mended first.
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        let mutex = self.shared().lock.get();
+        // SAFETY: made by `new`, and never destroyed or moved.
+        let result = unsafe { libc::pthread_mutex_lock(mutex) };
+        assert!(result == 0 || result == libc::EOWNERDEAD, "the lock of the table: {result}");
+        let mut locked = Locked(self.shared());
+        if result == libc::EOWNERDEAD {
+            locked.turns.mend();
+            // SAFETY: locked by this thread, by a call that gave EOWNERDEAD.
+            unsafe { libc::pthread_mutex_consistent(mutex) };
+        }
+        locked
+    }
+
+    /// Changes the turns, and wakes who has got one, but for the client of `seat`, whose worker calls this.
+    fn turns<T>(&self, seat: Option<usize>, change: impl FnOnce(&mut Turns) -> T) -> T {
+        let mut state = self.lock();
+        let before = state.turns.holder();
+        let result = change(&mut state.turns);
+        let after = state.turns.holder();
+        drop(state);
+        if let Some(next) = after.filter(|_| before != after && after != seat) {
+            let word = &self.shared().turned[next];
+            word.fetch_add(1, Ordering::Release);
+            let _ = futex::wake(word, futex::Flags::empty(), 1);
+        }
+        result
+    }
+
+    /// Waits for the turn of a client that has work.
+    pub(crate) fn take_turn(&self, seat: usize) {
+        let word = &self.shared().turned[seat];
+        loop {
+            let seen = word.load(Ordering::Acquire);
+            let wait = self.turns(Some(seat), |turns| {
+                turns.want(seat, now());
+                (turns.holder() != Some(seat)).then(|| turns.wait_of(seat))
+            });
+            let Some(wait) = wait else { break };
+            let woken = futex::wait(word, futex::Flags::empty(), seen, Some(&timespec(wait)));
+            // Woken shortly before its turn: it has its processor when that comes.
+            let start = now();
+            while woken.is_ok() && word.load(Ordering::Acquire) == seen && now() - start < SPIN {
+                std::hint::spin_loop();
+            }
+        }
+        self.shared().last.store(seat as u32, Ordering::Relaxed);
+    }
+
+    /// Nobody has had a turn since this client's last one.
+    pub(crate) fn was_last(&self, seat: usize) -> bool {
+        self.shared().last.load(Ordering::Relaxed) == seat as u32
+    }
+
+    /// A step of a client has cost so many bytes, and took from `began` to `ended`. True while its turn goes on.
+    pub(crate) fn spend(&self, seat: usize, cost: i64, time: (u64, u64)) -> bool {
+        let (goes_on, next) = self.turns(Some(seat), |turns| {
+            let goes_on = turns.spend(seat, cost, time);
+            (goes_on, turns.next_after(seat, cost, time).filter(|_| goes_on))
+        });
+        if let Some(next) = next {
+            let _ = futex::wake(&self.shared().turned[next], futex::Flags::empty(), 1);
+        }
+        goes_on
+    }
+
+    /// Ends the turn of a client that has no more work; `worked` unless nothing was done in it.
+    pub(crate) fn end_turn(&self, seat: usize, worked: bool) {
+        self.turns(Some(seat), |turns| turns.rest(seat, now(), worked));
+    }
+
+    /// Charges the user of a client for other work than the card's.
+    pub(crate) fn charge(&self, seat: usize, took: Duration) {
+        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.turns(None, |turns| turns.charge(seat, took));
+    }
+
+    /// True while nothing else should be done for the user of a client: it owes, and there are other users.
+    pub(crate) fn owes(&self, seat: usize) -> bool {
+        self.turns(None, |turns| turns.owes(seat, now()))
+    }
+
+    /// Waits while the user of a client owes; false when it `is_over` before.
+    pub(crate) fn wait_until_paid(&self, seat: usize, is_over: impl Fn() -> bool) -> bool {
+        let mut pause = Duration::from_millis(1);
+        while self.owes(seat) {
+            if is_over() {
+                return false;
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(MAX_PAUSE);
+        }
+        true
+    }
+
+    /// Takes a free seat for a client of this user with this row.
+    pub(crate) fn sit(&self, user: u32, row: ClientStatus, refusal: u32) -> Option<usize> {
+        let mut state = self.lock();
+        let seat = state.seats.iter().position(|seat| seat.row.client == 0)?;
+        state.seats[seat] = Seat { row, taken: [0; 3], user, refusal, why: 0, unused: 0, stopped_after: 0 };
+        state.turns.join(seat, user);
+        drop(state);
+        self.missed(seat).store(0, Ordering::Relaxed);
+        Some(seat)
+    }
+
+    /// Frees a seat, and what its client had taken.
+    pub(crate) fn stand(&self, seat: usize) {
+        self.turns(None, |turns| turns.leave(seat, now()));
+        let mut state = self.lock();
+        state.seats[seat].row.client = 0;
+        state.seats[seat].taken = [0; 3];
+    }
+
+    /// A word for a signal handler of this client's process: 1 when it has missed a page.
+    pub(crate) fn missed(&self, seat: usize) -> &AtomicU32 {
+        &self.shared().missed[seat]
+    }
+}
+
+impl Drop for Table {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new` with this length; references to it borrow this value.
+        let _ = unsafe { munmap(self.0.as_ptr().cast(), size_of::<Shared>()) };
+    }
+}
+
+/// The state, locked.
+pub(crate) struct Locked<'t>(&'t Shared);
+
+impl Deref for Locked<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        // SAFETY: `Table::lock` returns one such value at a time, until its drop.
+        unsafe { &*self.0.state.get() }
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        // SAFETY: as above.
+        unsafe { &mut *self.0.state.get() }
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        // SAFETY: locked by `Table::lock` in this thread: the value is not `Send`, since its cells are not `Sync`.
+        unsafe { libc::pthread_mutex_unlock(self.0.lock.get()) };
+    }
+}
+
+impl State {
+    /// The clients, with their seats.
+    pub(crate) fn clients(&self) -> impl Iterator<Item = (usize, &Seat)> {
+        let end = self.turns.seats();
+        self.seats[..end].iter().enumerate().filter(|(_, seat)| seat.row.client != 0)
+    }
+}
+
+/// Nanoseconds of the clock that all processes share.
+pub(crate) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}
+
+/// A time for the kernel, from nanoseconds.
+pub(crate) fn timespec(nanoseconds: u64) -> Timespec {
+    let time = Duration::from_nanos(nanoseconds);
+    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use zerocopy::FromZeros;
+
+    use super::*;
+
+    #[test]
+    fn the_lock_excludes() {
+        let table = Table::new().unwrap();
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..20_000 {
+                        table.lock().totals.requests += 1;
+                    }
+                });
+            }
+        });
+        assert_eq!(table.lock().totals.requests, 80_000);
+    }
+
+    #[test]
+    fn who_ends_with_the_lock_leaves_a_table_that_works() {
+        let table = Table::new().unwrap();
+        let row = ClientStatus { client: 1, ..ClientStatus::new_zeroed() };
+        let seat = table.sit(1, row, 0).unwrap();
+        thread::scope(|scope| {
+            // A robust mutex is unlocked for a thread that ends, as for a process.
+            scope.spawn(|| std::mem::forget(table.lock()));
+        });
+        table.take_turn(seat);
+        assert_eq!(table.lock().turns.holder(), Some(seat));
+    }
+
+    #[test]
+    fn who_waits_for_a_turn_gets_it_from_who_ends_it() {
+        let table = Table::new().unwrap();
+        let row = |client| ClientStatus { client, ..ClientStatus::new_zeroed() };
+        let seats = [1, 2].map(|user| table.sit(user, row(user.into()), 0).unwrap());
+        assert_eq!(seats, [0, 1]);
+        table.take_turn(0);
+        thread::scope(|scope| {
+            scope.spawn(|| table.take_turn(1));
+            thread::sleep(Duration::from_micros(500));
+            table.end_turn(0, true);
+        });
+        assert_eq!(table.lock().turns.holder(), Some(1));
+        table.stand(1);
+        assert_eq!(table.sit(2, row(3), 0), Some(1), "a seat is free again");
+    }
+}

@@ -1,0 +1,664 @@
+//! Whose turn it is: clients' processes let the card work for one client at a time.
+//!
+//! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995), over users. In
+//! each round a user may spend a quantum. A step costs the bytes that the card says it did, or the time that it took
+//! where that is more. Overspend is carried into the next rounds, also of users who have nothing to do then. Other work
+//! for a user, such as mapping memory, is charged to the user's rounds. The clients of a user share its rounds by
+//! bytes: the one that has had least is next.
+//!
+//! The queues of a user with few operations in flight are empty until its client has seen that these ended. Rounds take
+//! no time then, and would pay at once whatever the others owe, so that these fill each gap, and the client has to wait
+//! for a processor. So in such a gap debts are paid by the time that passes.
+//!
+//! Turns are for fairness, not for exclusion: who has a turn and neither spends nor ends it is passed over, since its
+//! process may have been killed, or wait in the kernel for a file of its client. It pays for that time when it is back.
+
+use zerocopy::FromBytes;
+
+/// Clients that can be connected, with the operator's, and some that have left while their processes end.
+pub(crate) const SEATS: usize = 1024 + 4 + 256;
+/// What a user may spend in a round: half a millisecond, or as many bytes. With less, what passes between the turns of
+/// two processes, each of which has to get a processor, takes much of the time.
+const QUANTUM: i64 = 500_000 * NANOSECOND_COST;
+/// Bytes charged for each nanosecond of a step. No memory copies as fast, so users share time, whether they copy or do
+/// what the card does not see. With less, a user who copies fast gets less time than others.
+const NANOSECOND_COST: i64 = 64;
+/// The most that a user can owe for work that is not the card's, 64 ms: who maps memory all the time, and then stops,
+/// is served again soon.
+const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
+/// The most that a user can owe at all, a minute: a step does not take as long.
+const MAX_DEBT: i64 = 60_000_000_000 * NANOSECOND_COST;
+/// While a user owes more than this, 1 ms, its requests wait beside other users.
+const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
+/// A user whose last step is no longer ago than this may come back at any moment: its client may have to wait for a
+/// processor before it submits its next operation.
+const GAP: u64 = 5_000_000;
+/// A turn in which nothing was spent for so many nanoseconds is passed over: twice what a step takes.
+pub(crate) const STUCK: u64 = 2_000_000;
+/// Of many that wait, each looks again after so many times [`STUCK`] at most.
+const MAX_WAITS: u64 = 8;
+/// The shortest wait for the time that pays a debt.
+const MIN_WAIT: u64 = 50_000;
+
+/// Whose turn it is, and what users owe. All times are in nanoseconds of one clock. All zeros: nobody is there.
+#[derive(FromBytes)]
+#[repr(C)]
+pub(crate) struct Turns {
+    /// The seat whose turn it is, and 1; 0 for none.
+    holder: u32,
+    /// The share whose round it is.
+    cursor: u32,
+    /// When the turn was given or taken, or its last step ended.
+    since: u64,
+    /// 1 once the client has taken its turn: its process may have to wait for a processor first.
+    taken: u64,
+    /// When somebody was last chosen, or nobody could be.
+    chosen: u64,
+    /// Shares and places up to the last one in use.
+    ends: [u32; 2],
+    /// For tests: not 0 while nobody gets a turn, and nobody pays.
+    #[cfg(test)]
+    pub(crate) paused: u64,
+    shares: [Share; SEATS],
+    places: [Place; SEATS],
+}
+
+/// What a user has left or owes.
+#[derive(FromBytes)]
+#[repr(C)]
+struct Share {
+    user: u32,
+    /// Connections of the user; where there are none, debts are kept while there is room.
+    clients: u32,
+    /// Connections that have work.
+    wanting: u32,
+    unused: u32,
+    /// Bytes left in this round; negative after what cost more.
+    deficit: i64,
+    /// When the last step began and ended; 0 for none.
+    began: u64,
+    ended: u64,
+    /// What the client that was last chosen had been served before.
+    level: u64,
+}
+
+/// A client's part in the turns.
+#[derive(FromBytes)]
+#[repr(C)]
+struct Place {
+    /// The client's share, and 1; 0 where there is no client.
+    share: u32,
+    /// 1 while there is work.
+    wants: u32,
+    /// Until when the time of a turn that was passed over is paid.
+    paid: u64,
+    /// Bytes served so far; of those that had no work, as if they had been served as the others of the user.
+    served: u64,
+}
+
+impl Share {
+    fn owe(&mut self, cost: i64) {
+        self.deficit = self.deficit.saturating_sub(cost).max(-MAX_DEBT);
+    }
+}
+
+/// The least cost of this time.
+fn cost_of(nanoseconds: u64) -> i64 {
+    i64::try_from(nanoseconds).unwrap_or(i64::MAX).saturating_mul(NANOSECOND_COST)
+}
+
+impl Turns {
+    /// A client of this user has come.
+    pub(crate) fn join(&mut self, seat: usize, user: u32) {
+        let shares = &mut self.shares;
+        let known = shares.iter().position(|s| s.user == user && (s.clients > 0 || s.deficit < 0));
+        let index = known.unwrap_or_else(|| {
+            // One that is free, or else whose owner has left with the least debt.
+            let left = (0..SEATS).filter(|i| shares[*i].clients == 0);
+            let index =
+                left.max_by_key(|i| (shares[*i].deficit, std::cmp::Reverse(*i))).expect("fewer users than seats");
+            shares[index] = Share { user, clients: 0, wanting: 0, unused: 0, deficit: 0, began: 0, ended: 0, level: 0 };
+            index
+        });
+        shares[index].clients += 1;
+        self.places[seat] = Place { share: index as u32 + 1, wants: 0, paid: 0, served: shares[index].level };
+        let [shares, places] = self.ends;
+        self.ends = [shares.max(index as u32 + 1), places.max(seat as u32 + 1)];
+    }
+
+    /// A client has gone.
+    pub(crate) fn leave(&mut self, seat: usize, now: u64) {
+        self.pay_turn(seat, now);
+        self.rest(seat, now, false);
+        let share = self.share_of(seat);
+        share.clients = share.clients.saturating_sub(1);
+        self.places[seat].share = 0;
+    }
+
+    /// Counts again, after a process was killed while it changed something.
+    pub(crate) fn mend(&mut self) {
+        let Self { shares, places, .. } = self;
+        for (i, share) in shares.iter_mut().enumerate() {
+            let of = || places.iter().filter(|place| place.share as usize == i + 1);
+            share.clients = of().count() as u32;
+            share.wanting = of().filter(|place| place.wants != 0).count() as u32;
+        }
+        self.ends = [SEATS as u32; 2];
+        self.holder = 0;
+    }
+
+    /// Seats up to the last one that was ever taken.
+    pub(crate) fn seats(&self) -> usize {
+        self.ends[1] as usize
+    }
+
+    /// The seat whose turn it is.
+    pub(crate) fn holder(&self) -> Option<usize> {
+        (self.holder as usize).checked_sub(1)
+    }
+
+    /// A client has work.
+    pub(crate) fn want(&mut self, seat: usize, now: u64) {
+        let share = self.index_of(seat);
+        let (place, share) = (&mut self.places[seat], &mut self.shares[share]);
+        if place.wants == 0 {
+            place.wants = 1;
+            place.served = place.served.max(share.level);
+            share.wanting += 1;
+        }
+        if self.holder() != Some(seat) {
+            self.look(now);
+        }
+        if self.holder() == Some(seat) {
+            (self.since, self.taken) = (now, 1);
+        }
+    }
+
+    /// Chooses somebody where there is no turn, or one that is stuck.
+    pub(crate) fn look(&mut self, now: u64) {
+        if let Some(holder) = self.holder() {
+            if now.saturating_sub(self.since) <= STUCK {
+                return;
+            }
+            if self.taken == 1 {
+                self.pay_turn(holder, now);
+                self.wants_nothing(holder);
+            } else {
+                // It keeps what it has left, for when it has got a processor.
+                self.cursor = self.cursor.wrapping_add(1);
+            }
+        }
+        self.choose(now, false);
+    }
+
+    /// How long a client that has work waits at most until it looks again. Of many, one at a time is enough.
+    pub(crate) fn wait_of(&self, seat: usize) -> u64 {
+        let share = self.places[seat].share;
+        let wanting = self.places[..self.seats()].iter().filter(|place| place.wants == 1).count() as u64;
+        let first = self.places[..seat].iter().all(|place| place.wants == 0 || place.share != share);
+        match self.holder {
+            0 if first => {
+                let owed = -self.shares[self.index_of(seat)].deficit / NANOSECOND_COST;
+                u64::try_from(owed).unwrap_or(0).clamp(MIN_WAIT, STUCK)
+            }
+            _ => STUCK * wanting.clamp(1, MAX_WAITS),
+        }
+    }
+
+    /// A step has cost so many bytes, and took from `began` to `ended`. True while the turn goes on.
+    pub(crate) fn spend(&mut self, seat: usize, cost: i64, (began, ended): (u64, u64)) -> bool {
+        let place = &mut self.places[seat];
+        place.served = place.served.saturating_add(cost.unsigned_abs());
+        let unpaid = ended.saturating_sub(began.max(place.paid));
+        let share = self.share_of(seat);
+        share.owe(cost.max(cost_of(unpaid)));
+        (share.began, share.ended) = (began, ended);
+        let left = share.deficit;
+        if self.holder() != Some(seat) {
+            return false;
+        }
+        self.since = ended;
+        if left <= 0 {
+            self.choose(ended, true);
+        }
+        self.holder() == Some(seat)
+    }
+
+    /// Who is likely to be next, if the turn of a client ends with another step as the last one.
+    pub(crate) fn next_after(&self, seat: usize, cost: i64, (began, ended): (u64, u64)) -> Option<usize> {
+        let index = self.index_of(seat);
+        let last = cost.max(cost_of(ended.saturating_sub(began)));
+        let used = self.ends[0] as usize;
+        let wants = |i: &usize| self.shares[*i].wanting > 0 && self.shares[*i].deficit > -QUANTUM;
+        let others = (index + 1..used).chain(0..index);
+        others.take_while(|_| self.shares[index].deficit <= last).find(wants).map(|next| self.least_served(next))
+    }
+
+    /// A client has no work, or ends its turn; `worked` unless nothing was done in it.
+    pub(crate) fn rest(&mut self, seat: usize, now: u64, worked: bool) {
+        self.wants_nothing(seat);
+        if self.holder() == Some(seat) {
+            self.choose(now, worked);
+        }
+    }
+
+    /// Charges a user for other work, in nanoseconds.
+    pub(crate) fn charge(&mut self, seat: usize, took: u64) {
+        let share = self.share_of(seat);
+        let least = share.deficit.min(-MAX_OTHER_COST);
+        share.owe(cost_of(took));
+        share.deficit = share.deficit.max(least);
+    }
+
+    /// True while nothing else should be done for the user of a client: it owes, and there are other users.
+    pub(crate) fn owes(&mut self, seat: usize, now: u64) -> bool {
+        self.look(now);
+        let user = self.index_of(seat);
+        let others =
+            || self.shares[..self.ends[0] as usize].iter().enumerate().any(|(i, s)| i != user && s.clients > 0);
+        self.shares[user].deficit < -MAX_AHEAD && others()
+    }
+
+    fn index_of(&self, seat: usize) -> usize {
+        (self.places[seat].share as usize).saturating_sub(1)
+    }
+
+    fn share_of(&mut self, seat: usize) -> &mut Share {
+        let index = self.index_of(seat);
+        &mut self.shares[index]
+    }
+
+    /// Charges a user for a turn that ends although its client has not said so: it is passed over, or has gone.
+    fn pay_turn(&mut self, seat: usize, now: u64) {
+        if self.holder() == Some(seat) && self.taken == 1 {
+            let took = now.saturating_sub(self.since);
+            self.share_of(seat).owe(cost_of(took));
+            self.places[seat].paid = now;
+        }
+    }
+
+    fn wants_nothing(&mut self, seat: usize) {
+        if std::mem::take(&mut self.places[seat].wants) == 0 {
+            return;
+        }
+        let share = self.share_of(seat);
+        share.wanting = share.wanting.saturating_sub(1);
+        if share.wanting == 0 {
+            share.deficit = share.deficit.min(0);
+        }
+    }
+
+    /// Chooses who is next. `worked`: a step was done since the last choice.
+    fn choose(&mut self, now: u64, worked: bool) {
+        self.holder = 0;
+        #[cfg(test)]
+        if self.paused != 0 {
+            return;
+        }
+        let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
+        let used = self.ends[0] as usize;
+        // What is left of a round is spent first.
+        let cursor = self.cursor as usize;
+        if cursor < used && self.shares[cursor].wanting > 0 && self.shares[cursor].deficit > 0 {
+            return self.give(cursor, now);
+        }
+        for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
+            let allowance = if !worked && self.in_gap(index) { passed } else { QUANTUM };
+            let share = &mut self.shares[index];
+            share.deficit = share.deficit.saturating_add(allowance).min(if share.wanting > 0 { QUANTUM } else { 0 });
+            if share.wanting > 0 && share.deficit > 0 {
+                return self.give(index, now);
+            }
+        }
+        // All owe: rounds in which nobody works take no time, but for those whose debts time pays. Where nobody has
+        // work at all, as many as pay everything.
+        let rounds = |i: usize| -self.shares[i].deficit / QUANTUM + 1;
+        let can = |turns: &Self, i: usize| turns.shares[i].wanting > 0 && !turns.in_gap(i);
+        let least = (0..used).filter(|i| can(self, *i)).map(rounds).min();
+        let pay = least.map_or(i64::MAX, |rounds| rounds * QUANTUM);
+        for index in 0..used {
+            if !self.in_gap(index) {
+                let share = &mut self.shares[index];
+                let most = if share.wanting > 0 { QUANTUM } else { 0 };
+                share.deficit = share.deficit.saturating_add(pay).min(most);
+            }
+        }
+        if let Some(next) = (0..used).find(|i| self.shares[*i].wanting > 0 && self.shares[*i].deficit > 0) {
+            self.give(next, now);
+        }
+    }
+
+    /// A user owes, and another, with neither work nor debts, has had a step that ended shortly before this one's last,
+    /// or after it.
+    fn in_gap(&self, index: usize) -> bool {
+        let share = &self.shares[index];
+        let returns = |other: &Share| {
+            (other.clients > 0 && other.wanting == 0 && other.deficit >= 0)
+                && (other.ended > 0 && other.ended + GAP > share.began)
+        };
+        share.deficit < 0
+            && self.shares[..self.ends[0] as usize].iter().enumerate().any(|(i, other)| i != index && returns(other))
+    }
+
+    /// The client of a user with work that was served least.
+    fn least_served(&self, index: usize) -> usize {
+        let wants = |i: &usize| self.places[*i].wants == 1 && self.places[*i].share as usize == index + 1;
+        let wanting = (0..self.seats()).filter(wants);
+        wanting.min_by_key(|i| self.places[*i].served).expect("a client with work")
+    }
+
+    fn give(&mut self, index: usize, now: u64) {
+        let seat = self.least_served(index);
+        self.shares[index].level = self.places[seat].served;
+        (self.holder, self.cursor, self.since, self.taken) = (seat as u32 + 1, index as u32, now, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromZeros;
+
+    use super::*;
+
+    const US: u64 = 1000;
+
+    /// Turns of clients with as much work as their turns allow, and a clock that the tests move.
+    struct Game {
+        turns: Box<Turns>,
+        now: u64,
+        /// Bytes that the client of each seat was served.
+        served: [u64; 8],
+    }
+
+    impl Game {
+        /// A client for each of these users.
+        fn of(users: &[u32]) -> Self {
+            let mut turns = Box::new(Turns::new_zeroed());
+            users.iter().enumerate().for_each(|(seat, user)| turns.join(seat, *user));
+            Self { turns, now: 10 * GAP, served: [0; 8] }
+        }
+
+        fn want(&mut self, seats: &[usize]) {
+            seats.iter().for_each(|seat| self.turns.want(*seat, self.now));
+        }
+
+        fn deficit(&self, seat: usize) -> i64 {
+            self.turns.shares[self.turns.index_of(seat)].deficit
+        }
+
+        /// The client whose turn it is has a step of so many bytes, which takes this time. Returns its seat.
+        fn step(&mut self, of: impl Fn(usize) -> (u64, u64)) -> usize {
+            let seat = self.turns.holder().expect("somebody's turn");
+            let (bytes, time) = of(seat);
+            let began = self.now;
+            self.now += time;
+            self.turns.spend(seat, bytes as i64, (began, self.now));
+            self.served[seat] += bytes;
+            seat
+        }
+    }
+
+    #[test]
+    fn users_and_not_clients_get_equal_shares() {
+        // One client of a user, and five of another; steps of different lengths, which take no time.
+        for bytes in [[4096, 1 << 20], [1 << 20, 64 << 10], [256 << 10, 256 << 10]] {
+            let mut game = Game::of(&[1, 2, 2, 2, 2, 2]);
+            game.want(&[0, 1, 2, 3, 4, 5]);
+            while game.served.iter().sum::<u64>() < 64 * QUANTUM as u64 {
+                game.step(|seat| (bytes[usize::from(seat > 0)], 0));
+            }
+            let [one, many @ ..] = game.served;
+            let (all, quantum): (u64, u64) = (many.iter().sum(), QUANTUM as u64);
+            assert!(one.abs_diff(all) <= 2 * quantum, "{bytes:?}: {:?}", game.served);
+            assert!(many[..5].iter().all(|of| of.abs_diff(all / 5) <= 2 * quantum), "{bytes:?}: {many:?}");
+        }
+    }
+
+    #[test]
+    fn time_counts_where_it_costs_more_than_bytes() {
+        let mut game = Game::of(&[1, 2]);
+        game.want(&[0, 1]);
+        let mut time = [0; 2];
+        for _ in 0..20_000 {
+            // A step of 1 ms that copies a page, beside copies of 1 MiB in 100 us.
+            let before = game.now;
+            let seat = game.step(|seat| if seat == 0 { (4096, 1000 * US) } else { (1 << 20, 100 * US) });
+            time[seat] += game.now - before;
+        }
+        assert!(time[0].abs_diff(time[1]) * 20 < time[0] + time[1], "{time:?}");
+    }
+
+    #[test]
+    fn who_has_no_work_gains_no_credit_and_pays_its_debts() {
+        let mut game = Game::of(&[1, 2]);
+        let quantum = QUANTUM as u64;
+        game.want(&[0]);
+        // Long alone: each step costs two rounds, and nobody waits.
+        for _ in 0..100 {
+            assert_eq!(game.step(|_| (2 * quantum, 10 * US)), 0);
+        }
+        game.want(&[1]);
+        for _ in 0..100 {
+            game.step(|_| (quantum, 10 * US));
+        }
+        assert!((48 * quantum..=52 * quantum).contains(&game.served[1]), "{:?}", game.served);
+        // Debts of a user without work are paid by the rounds of others.
+        game.turns.rest(0, game.now, true);
+        game.turns.charge(0, 5000 * US);
+        for round in 0..12 {
+            assert_eq!(game.step(|_| (quantum, 10 * US)), 1);
+            assert!(round > 7 || game.deficit(0) < 0, "after {round} rounds of ten");
+        }
+        assert_eq!(game.deficit(0), 0);
+    }
+
+    #[test]
+    fn other_work_is_charged_up_to_a_limit_and_makes_requests_wait() {
+        let mut game = Game::of(&[1, 2]);
+        game.want(&[1]);
+        game.turns.charge(0, 900 * US);
+        assert!(!game.turns.owes(0, game.now), "a little is not waited for");
+        game.turns.charge(0, 10_000_000 * US);
+        assert!(game.turns.owes(0, game.now));
+        assert_eq!(game.deficit(0), -MAX_OTHER_COST);
+        // Of a user who is alone nobody has a loss.
+        game.turns.rest(1, game.now, false);
+        game.turns.leave(1, game.now);
+        game.turns.charge(0, 10_000 * US);
+        assert!(!game.turns.owes(0, game.now));
+    }
+
+    #[test]
+    fn debts_outlive_connections() {
+        let mut game = Game::of(&[1, 2]);
+        game.want(&[1]);
+        game.turns.charge(0, 5_000 * US);
+        let owed = game.deficit(0);
+        game.turns.leave(0, game.now);
+        game.turns.join(0, 1);
+        assert_eq!(game.deficit(0), owed);
+        // Another user at the same seat owes nothing.
+        game.turns.leave(0, game.now);
+        game.turns.join(0, 3);
+        assert_eq!(game.deficit(0), 0);
+    }
+
+    #[test]
+    fn debts_are_paid_by_time_while_a_user_is_between_two_operations() {
+        // The first user has work and owes 1.5 ms, but for its round; the other's last step ended so long before.
+        let paid = |before: u64, present: bool| {
+            let mut game = Game::of(&[1, 2]);
+            game.want(&[1]);
+            game.step(|_| (4096, US));
+            game.turns.rest(1, game.now, true);
+            if !present {
+                game.turns.leave(1, game.now);
+            }
+            game.now += before;
+            game.want(&[0]);
+            game.step(|_| (4096, 2000 * US));
+            let (start, first) = (game.now, game.turns.holder());
+            while game.turns.holder().is_none() {
+                game.now += US;
+                game.turns.look(game.now);
+            }
+            (first.is_some(), (game.now - start) / US)
+        };
+        // The round after the step pays 0.5 ms.
+        let (at_once, after) = paid(0, true);
+        assert!(!at_once && (990..=1010).contains(&after), "{after}");
+        // Nobody comes back who has been away for longer, or has left: rounds pay.
+        assert!(paid(GAP, true).0 && paid(0, false).0);
+    }
+
+    #[test]
+    fn who_comes_back_waits_for_a_round_of_the_other_at_most() {
+        let mut game = Game::of(&[1, 2]);
+        game.want(&[0]);
+        for _ in 0..1000 {
+            // The first user copies whenever it may; the second has a short operation every 30 us.
+            let (began, before) = (game.now, game.served[0]);
+            game.want(&[1]);
+            while game.turns.holder() == Some(0) {
+                game.step(|_| (1 << 20, 100 * US));
+            }
+            assert!(game.served[0] - before <= 6 << 20 && game.now - began <= 600 * US);
+            assert_eq!(game.step(|_| (4096, US)), 1);
+            game.turns.rest(1, game.now, true);
+            game.now += 30 * US;
+            game.turns.look(game.now);
+            assert_eq!(game.turns.holder(), Some(0), "a short operation is a round too");
+        }
+    }
+
+    #[test]
+    fn a_turn_in_which_nothing_happens_is_passed_over() {
+        let mut game = Game::of(&[1, 2]);
+        game.want(&[0, 1, 0]);
+        assert_eq!(game.turns.holder(), Some(0));
+        game.now += STUCK;
+        game.turns.look(game.now);
+        assert_eq!(game.turns.holder(), Some(0));
+        game.now += 1;
+        game.turns.look(game.now);
+        assert_eq!(game.turns.holder(), Some(1));
+        // This one has not got a processor yet, and keeps what it has.
+        let left = game.deficit(1);
+        game.now += STUCK + 1;
+        game.want(&[0]);
+        assert_eq!((game.turns.holder(), game.deficit(1), game.turns.places[1].wants), (Some(1), left, 1));
+        game.turns.rest(0, game.now, false);
+        // The first has paid for that time, pays for the rest when it is back, and waits for its turn.
+        let (began, owed) = (game.now - 2 * (STUCK + 1), game.deficit(0));
+        assert!(owed <= 2 * QUANTUM - cost_of(STUCK + 1), "{owed}");
+        game.now += 100 * US;
+        assert!(!game.turns.spend(0, 4096, (began, game.now)));
+        assert_eq!(game.deficit(0), owed - cost_of(STUCK + 1 + 100 * US));
+        // A client that is gone holds nobody up.
+        game.turns.leave(1, game.now);
+        game.want(&[0]);
+        while game.turns.holder().is_none() {
+            game.now += 10 * US;
+            game.turns.look(game.now);
+        }
+        assert_eq!(game.turns.holder(), Some(0));
+    }
+
+    /// Clients whose processes end in their turns, again and again.
+    #[test]
+    fn who_dies_in_its_turn_pays_for_it() {
+        let mut game = Game::of(&[1, 2, 2, 2]);
+        let mut own = 0;
+        for _ in 0..10_000 {
+            game.want(&[0, 1, 2, 3]);
+            match game.turns.holder() {
+                Some(0) => {
+                    game.step(|_| (1 << 20, 100 * US));
+                    own += 100;
+                }
+                Some(seat) => {
+                    // Its end is seen after a millisecond.
+                    game.now += 1000 * US;
+                    game.turns.leave(seat, game.now);
+                    game.turns.join(seat, 2);
+                }
+                None => game.now += 10 * US,
+            }
+        }
+        let all = (game.now - 10 * GAP) / US;
+        assert!(own * 100 > all * 45, "{own} of {all} us");
+    }
+
+    #[test]
+    fn counts_are_mended() {
+        let mut game = Game::of(&[1, 1, 2]);
+        game.want(&[0, 2]);
+        for share in game.turns.shares.iter_mut() {
+            (share.clients, share.wanting) = (7, 9);
+        }
+        game.turns.mend();
+        let counts: Vec<_> = game.turns.shares[..3].iter().map(|share| (share.clients, share.wanting)).collect();
+        assert_eq!(counts, [(2, 1), (1, 1), (0, 0)]);
+        game.turns.look(game.now);
+        assert!(game.turns.holder().is_some());
+    }
+
+    /// Random events: the counts agree, and nobody with work waits for ever.
+    #[test]
+    fn random_events_leave_a_right_state() {
+        let mut seed = 0x9e37_79b9_7f4a_7c15u64;
+        let mut random = |below: u64| {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            seed % below
+        };
+        for _ in 0..200 {
+            let mut game = Game::of(&[]);
+            let mut users: [Option<u32>; 8] = [None; 8];
+            for _ in 0..400 {
+                let seat = random(8) as usize;
+                let turns = &mut game.turns;
+                game.now += random(300) * US;
+                match (random(7), users[seat]) {
+                    (_, None) => {
+                        let user = random(3) as u32;
+                        turns.join(seat, user);
+                        users[seat] = Some(user);
+                    }
+                    (0, _) => {
+                        turns.leave(seat, game.now);
+                        users[seat] = None;
+                    }
+                    (1, _) => turns.charge(seat, random(3000) * US),
+                    (2, _) => turns.rest(seat, game.now, random(2) == 0),
+                    (3 | 4, _) => turns.want(seat, game.now),
+                    _ => drop(turns.spend(seat, random(2 << 20) as i64, (game.now - random(200) * US, game.now))),
+                }
+                for user in 0..3 {
+                    let of = |seat: &usize| users[*seat] == Some(user);
+                    let clients = (0..8).filter(of).count();
+                    let wanting = (0..8).filter(of).filter(|seat| turns.places[*seat].wants == 1).count();
+                    let shares = turns.shares.iter().filter(|share| share.user == user && share.clients > 0);
+                    let found: Vec<_> = shares.map(|s| (s.clients as usize, s.wanting as usize)).collect();
+                    assert_eq!(found, [(clients, wanting)][..usize::from(clients > 0)]);
+                }
+                assert!(turns.shares.iter().all(|share| share.deficit <= QUANTUM));
+                if let Some(holder) = turns.holder() {
+                    assert!(turns.places[holder].wants == 1 && users[holder].is_some());
+                }
+            }
+            let wanting: Vec<usize> = (0..8).filter(|seat| game.turns.places[*seat].wants == 1).collect();
+            let before = game.served;
+            for _ in 0..2000 {
+                game.now += 100 * US;
+                // Who was passed over comes back.
+                game.want(&wanting);
+                if game.turns.holder().is_some() {
+                    game.step(|_| (1 << 20, 100 * US));
+                }
+            }
+            assert!(wanting.iter().all(|seat| game.served[*seat] > before[*seat]), "{wanting:?} {:?}", game.served);
+        }
+    }
+}
