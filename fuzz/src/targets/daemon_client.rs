@@ -15,7 +15,7 @@ use crate::{send, socket_path};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{
     AddressFamily, RecvFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept, bind, listen, recv, shutdown,
-    socket_with, socketpair,
+    socket_with,
 };
 
 const ANSWERS: usize = 200;
