@@ -92,7 +92,7 @@ impl BufferRef {
         &self.0.backing
     }
 
-    /// For registrars: asks the kernel for the pages of a range now, as [`SharedBuf::populate`].
+    /// For registrars: asks the kernel for the pages of a range now, as [`crate::SharedBuf::populate`].
     ///
     /// # Errors
     /// As there.
