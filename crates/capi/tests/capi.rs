@@ -8,6 +8,7 @@ mod supervisor;
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -148,7 +149,8 @@ impl Daemon {
     fn start(test: &str, socket: &Path) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(SOCKET, socket);
-        let child = command.stdout(Stdio::null()).spawn().unwrap();
+        // A group of its own: its processes are stopped together.
+        let child = command.stdout(Stdio::null()).process_group(0).spawn().unwrap();
         let daemon = Self(child);
         let start = Instant::now();
         while status(&ClientOptions::new(socket)).is_err() {

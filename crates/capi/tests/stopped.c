@@ -102,30 +102,47 @@ static void begin(struct waiting *waiting, int32_t (*call)(uint64_t), uint64_t o
 	usleep(20000); /* so that it is likely to be at it; the test is right if it is not */
 }
 
-/* Stops all threads of a process: each of them goes on for a moment after the signal. */
-static void stop(pid_t pid)
+/* The state of a process or thread, and the group of its process, of a file stat of /proc; 0 where there is none. */
+static int state_of(const char *path, int *group)
 {
-	char path[300], text[600];
-	CHECK(!kill(pid, SIGSTOP));
-	snprintf(path, sizeof path, "/proc/%d/task", (int)pid);
-	for (int running = 1; running && !line_of_failure;) {
+	char text[600];
+	FILE *file = fopen(path, "r");
+	size_t len = file ? fread(text, 1, sizeof text - 1, file) : 0;
+	text[len] = 0;
+	if (file) fclose(file);
+	char state = 0, *name_end = strrchr(text, ')');
+	return name_end && sscanf(name_end + 1, " %c %*d %d", &state, group) == 2 ? state : 0;
+}
+
+/* True while a thread of a process of this group runs. */
+static int runs(pid_t group)
+{
+	char path[600];
+	int of = 0, running = 0;
+	DIR *processes = opendir("/proc");
+	CHECK(processes);
+	for (struct dirent *process; processes && (process = readdir(processes));) {
+		snprintf(path, sizeof path, "/proc/%.20s/stat", process->d_name);
+		if (process->d_name[0] < '1' || process->d_name[0] > '9' || !state_of(path, &of) || of != group) continue;
+		snprintf(path, sizeof path, "/proc/%.20s/task", process->d_name);
 		DIR *tasks = opendir(path);
-		CHECK(tasks);
-		running = 0;
 		for (struct dirent *task; tasks && (task = readdir(tasks));) {
 			if (task->d_name[0] == '.') continue;
-			snprintf(path, sizeof path, "/proc/%d/task/%.20s/stat", (int)pid, task->d_name);
-			FILE *file = fopen(path, "r");
-			size_t len = file ? fread(text, 1, sizeof text - 1, file) : 0;
-			text[len] = 0;
-			char *state = strrchr(text, ')');
-			running |= state && state[1] == ' ' && state[2] != 'T';
-			if (file) fclose(file);
+			snprintf(path, sizeof path, "/proc/%.20s/task/%.20s/stat", process->d_name, task->d_name);
+			int state = state_of(path, &of);
+			running |= state && state != 'T';
 		}
 		if (tasks) closedir(tasks);
-		snprintf(path, sizeof path, "/proc/%d/task", (int)pid);
-		usleep(1000);
 	}
+	if (processes) closedir(processes);
+	return running;
+}
+
+/* Stops all processes of a group: each of their threads goes on for a moment after the signal. */
+static void stop(pid_t group)
+{
+	CHECK(!kill(-group, SIGSTOP));
+	while (runs(group) && !line_of_failure) usleep(1000);
 }
 
 static void beside_a_stopped_daemon(pid_t pid, const char *second)
@@ -174,7 +191,7 @@ static void beside_a_stopped_daemon(pid_t pid, const char *second)
 		CHECK(!dml_target_close(other.target) && !dml_memory_destroy(other.memory));
 	}
 	CHECK(!waiting[0].ended); /* which has no time limit: the device may still use the memory */
-	CHECK(!kill(pid, SIGCONT));
+	CHECK(!kill(-pid, SIGCONT));
 	for (int i = 0; i < 4; i++) CHECK(!pthread_join(waiting[i].thread, NULL));
 	CHECK(!waiting[0].result && !waiting[1].result);
 	CHECK(!dml_target_close(hung.target) && dml_target_close(hung.target) == -ENOENT);

@@ -14,7 +14,7 @@ use crate::socket;
 use crate::wire::{ClientStatus, Code, Refused};
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
-const MIN_COST: i64 = 64 << 10;
+const MIN_COST: u64 = 64 << 10;
 
 /// Memory that a function takes before anything is touched or mapped, and each of its queues: what was copied recently,
 /// and the translations at hand.
@@ -168,7 +168,7 @@ impl Function {
 
     /// Lets a queue do work that costs about as much as `most`. Returns its cost in bytes, or `None` when there was
     /// nothing to do.
-    pub(crate) fn step(&self, queue: usize, most: u64) -> Option<i64> {
+    pub(crate) fn step(&self, queue: usize, most: u64) -> Option<u64> {
         self.look_at_doorbell(queue);
         let stepped = self.card.step(queue, most)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
@@ -176,6 +176,6 @@ impl Function {
             // Where thousands of waiters poll the client's end, this takes long: time for which the user pays.
             socket::call(self.calls[queue].as_fd());
         }
-        Some(i64::try_from(stepped.cost).unwrap_or(i64::MAX / 2).max(MIN_COST))
+        Some(stepped.cost.max(MIN_COST))
     }
 }

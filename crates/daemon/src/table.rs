@@ -18,7 +18,7 @@ use rustix::thread::futex;
 use rustix::time::{ClockId, Timespec, clock_gettime};
 use zerocopy::FromBytes;
 
-use crate::turns::{SEATS, Turns};
+use crate::turns::{SEATS, Step, Turns};
 use crate::wire::{ClientStatus, Totals};
 
 /// How long a worker that was woken spins for its turn: the last step of another's.
@@ -194,11 +194,11 @@ impl Table {
         self.shared().last.load(Ordering::Relaxed) == seat as u32
     }
 
-    /// A step of a client has cost so many bytes, and took from `began` to `ended`. True while its turn goes on.
-    pub(crate) fn spend(&self, seat: usize, cost: i64, time: (u64, u64)) -> bool {
+    /// A step of a client has ended. True while its turn goes on.
+    pub(crate) fn spend(&self, seat: usize, step: &Step) -> bool {
         let (goes_on, next) = self.turns(Some(seat), |turns| {
-            let goes_on = turns.spend(seat, cost, time);
-            (goes_on, turns.next_after(seat, cost, time).filter(|_| goes_on))
+            let goes_on = turns.spend(seat, step);
+            (goes_on, turns.next_after(seat, step).filter(|_| goes_on))
         });
         if let Some(next) = next {
             let _ = futex::wake(&self.shared().turned[next], futex::Flags::empty(), 1);

@@ -26,6 +26,8 @@ const NANOSECOND_COST: i64 = 64;
 /// The most that a user can owe for work that is not the card's, 64 ms: who maps memory all the time, and then stops,
 /// is served again soon.
 const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
+/// The most that a user can have left, of rounds for which its clients have got no processor.
+const MAX_CREDIT: i64 = 8 * QUANTUM;
 /// The most that a user can owe at all, a minute: a step does not take as long.
 const MAX_DEBT: i64 = 60_000_000_000 * NANOSECOND_COST;
 /// While a user owes more than this, 1 ms, its requests wait beside other users.
@@ -90,13 +92,36 @@ struct Place {
     share: u32,
     /// 1 while there is work.
     wants: u32,
-    /// Until when the time of a turn that was passed over is paid.
-    paid: u64,
+    /// What was charged for a turn that was passed over, until the client says what it has cost.
+    charged: i64,
     /// Bytes served so far; of those that had no work, as if they had been served as the others of the user.
     served: u64,
 }
 
+/// A step of a client's queues. Times are in nanoseconds.
+#[derive(Clone, Copy)]
+pub(crate) struct Step {
+    /// What the card says that it has cost.
+    pub bytes: u64,
+    pub began: u64,
+    pub ended: u64,
+    /// The time for which the client's user pays: not that in which others had the processor.
+    pub busy: u64,
+}
+
+impl Step {
+    fn cost(&self) -> i64 {
+        i64::try_from(self.bytes).unwrap_or(i64::MAX).max(cost_of(self.busy))
+    }
+}
+
 impl Share {
+    /// Has more left, but not more than a round.
+    fn earn(&mut self, allowance: i64) {
+        let most = if self.wanting > 0 { QUANTUM } else { 0 };
+        self.deficit = self.deficit.saturating_add(allowance).min(most.max(self.deficit));
+    }
+
     fn owe(&mut self, cost: i64) {
         self.deficit = self.deficit.saturating_sub(cost).max(-MAX_DEBT);
     }
@@ -121,7 +146,7 @@ impl Turns {
             index
         });
         shares[index].clients += 1;
-        self.places[seat] = Place { share: index as u32 + 1, wants: 0, paid: 0, served: shares[index].level };
+        self.places[seat] = Place { share: index as u32 + 1, wants: 0, charged: 0, served: shares[index].level };
         let [shares, places] = self.ends;
         self.ends = [shares.max(index as u32 + 1), places.max(seat as u32 + 1)];
     }
@@ -184,7 +209,9 @@ impl Turns {
                 self.pay_turn(holder, now);
                 self.wants_nothing(holder);
             } else {
-                // It keeps what it has left, for when it has got a processor.
+                // It has not got a processor yet, and has its rounds later.
+                let share = self.share_of(holder);
+                share.deficit = (share.deficit + QUANTUM).min(MAX_CREDIT);
                 self.cursor = self.cursor.wrapping_add(1);
             }
         }
@@ -205,29 +232,29 @@ impl Turns {
         }
     }
 
-    /// A step has cost so many bytes, and took from `began` to `ended`. True while the turn goes on.
-    pub(crate) fn spend(&mut self, seat: usize, cost: i64, (began, ended): (u64, u64)) -> bool {
+    /// A step of a client has ended. True while its turn goes on.
+    pub(crate) fn spend(&mut self, seat: usize, step: &Step) -> bool {
         let place = &mut self.places[seat];
-        place.served = place.served.saturating_add(cost.unsigned_abs());
-        let unpaid = ended.saturating_sub(began.max(place.paid));
+        place.served = place.served.saturating_add(step.bytes);
+        let charged = std::mem::take(&mut place.charged);
         let share = self.share_of(seat);
-        share.owe(cost.max(cost_of(unpaid)));
-        (share.began, share.ended) = (began, ended);
+        share.deficit = share.deficit.saturating_add(charged).min(MAX_CREDIT);
+        share.owe(step.cost());
+        (share.began, share.ended) = (step.began, step.ended);
         let left = share.deficit;
         if self.holder() != Some(seat) {
             return false;
         }
-        self.since = ended;
+        self.since = step.ended;
         if left <= 0 {
-            self.choose(ended, true);
+            self.choose(step.ended, true);
         }
         self.holder() == Some(seat)
     }
 
     /// Who is likely to be next, if the turn of a client ends with another step as the last one.
-    pub(crate) fn next_after(&self, seat: usize, cost: i64, (began, ended): (u64, u64)) -> Option<usize> {
-        let index = self.index_of(seat);
-        let last = cost.max(cost_of(ended.saturating_sub(began)));
+    pub(crate) fn next_after(&self, seat: usize, step: &Step) -> Option<usize> {
+        let (index, last) = (self.index_of(seat), step.cost());
         let used = self.ends[0] as usize;
         let wants = |i: &usize| self.shares[*i].wanting > 0 && self.shares[*i].deficit > -QUANTUM;
         let others = (index + 1..used).chain(0..index);
@@ -237,6 +264,10 @@ impl Turns {
     /// A client has no work, or ends its turn; `worked` unless nothing was done in it.
     pub(crate) fn rest(&mut self, seat: usize, now: u64, worked: bool) {
         self.wants_nothing(seat);
+        let share = self.share_of(seat);
+        if share.wanting == 0 {
+            share.deficit = share.deficit.min(0);
+        }
         if self.holder() == Some(seat) {
             self.choose(now, worked);
         }
@@ -271,9 +302,9 @@ impl Turns {
     /// Charges a user for a turn that ends although its client has not said so: it is passed over, or has gone.
     fn pay_turn(&mut self, seat: usize, now: u64) {
         if self.holder() == Some(seat) && self.taken == 1 {
-            let took = now.saturating_sub(self.since);
-            self.share_of(seat).owe(cost_of(took));
-            self.places[seat].paid = now;
+            let cost = cost_of(now.saturating_sub(self.since));
+            self.share_of(seat).owe(cost);
+            self.places[seat].charged = cost;
         }
     }
 
@@ -283,9 +314,6 @@ impl Turns {
         }
         let share = self.share_of(seat);
         share.wanting = share.wanting.saturating_sub(1);
-        if share.wanting == 0 {
-            share.deficit = share.deficit.min(0);
-        }
     }
 
     /// Chooses who is next. `worked`: a step was done since the last choice.
@@ -305,7 +333,7 @@ impl Turns {
         for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
             let allowance = if !worked && self.in_gap(index) { passed } else { QUANTUM };
             let share = &mut self.shares[index];
-            share.deficit = share.deficit.saturating_add(allowance).min(if share.wanting > 0 { QUANTUM } else { 0 });
+            share.earn(allowance);
             if share.wanting > 0 && share.deficit > 0 {
                 return self.give(index, now);
             }
@@ -318,9 +346,7 @@ impl Turns {
         let pay = least.map_or(i64::MAX, |rounds| rounds * QUANTUM);
         for index in 0..used {
             if !self.in_gap(index) {
-                let share = &mut self.shares[index];
-                let most = if share.wanting > 0 { QUANTUM } else { 0 };
-                share.deficit = share.deficit.saturating_add(pay).min(most);
+                self.shares[index].earn(pay);
             }
         }
         if let Some(next) = (0..used).find(|i| self.shares[*i].wanting > 0 && self.shares[*i].deficit > 0) {
@@ -392,7 +418,7 @@ mod tests {
             let (bytes, time) = of(seat);
             let began = self.now;
             self.now += time;
-            self.turns.spend(seat, bytes as i64, (began, self.now));
+            self.turns.spend(seat, &Step { bytes, began, ended: self.now, busy: time });
             self.served[seat] += bytes;
             seat
         }
@@ -542,18 +568,20 @@ mod tests {
         game.now += 1;
         game.turns.look(game.now);
         assert_eq!(game.turns.holder(), Some(1));
-        // This one has not got a processor yet, and keeps what it has.
+        // The first was charged for that time.
+        assert!(game.deficit(0) <= QUANTUM - cost_of(STUCK + 1), "{}", game.deficit(0));
+        // The second has not got a processor yet, and has its round later.
         let left = game.deficit(1);
         game.now += STUCK + 1;
         game.want(&[0]);
-        assert_eq!((game.turns.holder(), game.deficit(1), game.turns.places[1].wants), (Some(1), left, 1));
+        assert_eq!((game.turns.holder(), game.deficit(1), game.turns.places[1].wants), (Some(1), left + QUANTUM, 1));
         game.turns.rest(0, game.now, false);
-        // The first has paid for that time, pays for the rest when it is back, and waits for its turn.
-        let (began, owed) = (game.now - 2 * (STUCK + 1), game.deficit(0));
-        assert!(owed <= 2 * QUANTUM - cost_of(STUCK + 1), "{owed}");
-        game.now += 100 * US;
-        assert!(!game.turns.spend(0, 4096, (began, game.now)));
-        assert_eq!(game.deficit(0), owed - cost_of(STUCK + 1 + 100 * US));
+        // The first pays for what it says when it is back, and waits for its turn.
+        for (busy, charged) in [(100 * US, cost_of(STUCK + 1)), (5000 * US, 0)] {
+            let (owed, ended) = (game.deficit(0), game.now);
+            assert!(!game.turns.spend(0, &Step { bytes: 4096, began: ended - busy, ended, busy }));
+            assert_eq!(game.deficit(0), owed + charged - cost_of(busy));
+        }
         // A client that is gone holds nobody up.
         game.turns.leave(1, game.now);
         game.want(&[0]);
@@ -633,7 +661,10 @@ mod tests {
                     (1, _) => turns.charge(seat, random(3000) * US),
                     (2, _) => turns.rest(seat, game.now, random(2) == 0),
                     (3 | 4, _) => turns.want(seat, game.now),
-                    _ => drop(turns.spend(seat, random(2 << 20) as i64, (game.now - random(200) * US, game.now))),
+                    _ => {
+                        let (bytes, busy) = (random(2 << 20), random(200) * US);
+                        turns.spend(seat, &Step { bytes, began: game.now - busy, ended: game.now, busy });
+                    }
                 }
                 for user in 0..3 {
                     let of = |seat: &usize| users[*seat] == Some(user);
@@ -643,7 +674,7 @@ mod tests {
                     let found: Vec<_> = shares.map(|s| (s.clients as usize, s.wanting as usize)).collect();
                     assert_eq!(found, [(clients, wanting)][..usize::from(clients > 0)]);
                 }
-                assert!(turns.shares.iter().all(|share| share.deficit <= QUANTUM));
+                assert!(turns.shares.iter().all(|share| share.deficit <= MAX_CREDIT));
                 if let Some(holder) = turns.holder() {
                     assert!(turns.places[holder].wants == 1 && users[holder].is_some());
                 }

@@ -8,13 +8,15 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use nix::sys::resource::{UsageWho, getrusage};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use zerocopy::FromZeros;
 
 use crate::fork::{ask_for_short_slices, exit};
 use crate::function::Function;
 use crate::table::{Ending, Table, now};
-use crate::thread::take_time;
+use crate::thread::{take_time, thread_time};
+use crate::turns::Step;
 use crate::wire::ClientStatus;
 
 /// Largest and smallest limit of a step's cost; the limit halves while steps take long.
@@ -23,6 +25,8 @@ const MIN_STEP: u64 = 32 << 10;
 /// Where steps take longer than these nanoseconds, the next ones are shorter: a user whose few operations end sooner
 /// than that has no work until the client has seen it, and waits for the step of another user then.
 const STEP_TIME: u64 = 200_000;
+/// Steps that take so much longer than they have a processor, in nanoseconds, were interrupted.
+const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
@@ -163,20 +167,19 @@ impl Running {
         let mut worked = false;
         while !alarm.quit.load(Ordering::SeqCst) {
             self.table.take_turn(self.seat);
-            let mut began = now();
+            let mut clock = StepClock::new();
             loop {
-                let Some(cost) = self.step() else {
+                let Some(bytes) = self.step() else {
                     self.table.end_turn(self.seat, worked);
                     return worked;
                 };
-                let ended = now();
+                let step = clock.ended(bytes);
                 worked = true;
-                self.pace(ended - began, cost);
+                self.pace(step.busy, bytes);
                 self.show();
-                if !self.table.spend(self.seat, cost, (began, ended)) {
+                if !self.table.spend(self.seat, &step) {
                     break;
                 }
-                began = ended;
             }
         }
         self.table.end_turn(self.seat, worked);
@@ -184,7 +187,7 @@ impl Running {
     }
 
     /// A step of the next queue that has work. Returns its cost in bytes.
-    fn step(&mut self) -> Option<i64> {
+    fn step(&mut self) -> Option<u64> {
         let queues = self.function.queues();
         (0..queues).find_map(|_| {
             let queue = self.next;
@@ -194,10 +197,10 @@ impl Running {
     }
 
     /// Makes steps shorter while they take long.
-    fn pace(&mut self, took: u64, cost: i64) {
+    fn pace(&mut self, took: u64, cost: u64) {
         if took > STEP_TIME {
             self.most = (self.most / 2).max(MIN_STEP);
-        } else if took < STEP_TIME / 4 && cost.unsigned_abs() >= self.most / 2 {
+        } else if took < STEP_TIME / 4 && cost >= self.most / 2 {
             self.most = (self.most * 2).min(MAX_STEP);
         }
     }
@@ -209,4 +212,40 @@ impl Running {
         let row = &mut self.table.lock().seats[self.seat].row;
         (row.h2c, row.c2h, row.in_flight, row.faults) = (counted.h2c, counted.c2h, counted.in_flight, counted.faults);
     }
+}
+
+/// Measures steps.
+struct StepClock {
+    began: u64,
+    /// Processor time of this thread.
+    worked: Duration,
+    /// How often this thread has waited in the kernel.
+    waits: i64,
+}
+
+impl StepClock {
+    fn new() -> Self {
+        Self { began: now(), worked: thread_time(), waits: waits() }
+    }
+
+    /// A step with this cost has ended, and the next one begins. Who waits in the kernel, for pages or for a file of the
+    /// client, pays for that; who has lost its processor to others does not.
+    fn ended(&mut self, bytes: u64) -> Step {
+        let ended = now();
+        let began = std::mem::replace(&mut self.began, ended);
+        let worked = thread_time();
+        let used = u64::try_from((worked - std::mem::replace(&mut self.worked, worked)).as_nanos()).unwrap_or(u64::MAX);
+        let mut busy = ended - began;
+        if busy > used + MEASURED {
+            let waits = waits();
+            if waits == std::mem::replace(&mut self.waits, waits) {
+                busy = used;
+            }
+        }
+        Step { bytes, began, ended, busy }
+    }
+}
+
+fn waits() -> i64 {
+    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
