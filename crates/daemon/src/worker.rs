@@ -228,8 +228,8 @@ impl StepClock {
         Self { began: now(), worked: thread_time(), waits: waits() }
     }
 
-    /// A step with this cost has ended, and the next one begins. Who waits in the kernel, for pages or for a file of the
-    /// client, pays for that; who has lost its processor to others does not.
+    /// A step with this cost has ended, and the next one begins. Who waits in the kernel, for pages or for a file of
+    /// the client, pays for that; who has lost its processor to others does not.
     fn ended(&mut self, bytes: u64) -> Step {
         let ended = now();
         let began = std::mem::replace(&mut self.began, ended);

@@ -528,8 +528,8 @@ fn users_share_the_worker_whatever_the_number_of_their_clients() {
     };
     println!("{shares:?}");
     let share = shares[0] as f64 / shares.iter().sum::<u64>() as f64;
-    // They share time, and the bytes of a client of few are faster in its caches, a third of all at times. By clients, it
-    // would be a ninth.
+    // They share time. Who copies few bytes again and again has them in caches, and copies up to twice as many. By
+    // clients, the share would be a ninth.
     assert!((0.2..0.8).contains(&share), "{shares:?}");
     drop(processes);
     daemon.wait_until_empty();
