@@ -722,16 +722,16 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
 /// load. With the attacks beside which less is known to be left, and how much has to be: see there for why.
 const GOALS: [f64; 3] = [0.4, 0.4, 3.0];
 const EXCEPTIONS: &[(&str, [f64; 3])] = &[
-    ("neighbour", [0.25, 0.4, 3.0]),
+    ("neighbour", [0.3, 0.4, 3.0]),
     ("mixed", [0.4, 0.35, 3.0]),
-    ("iotlb-misses", [0.2, 0.3, 3.0]),
-    ("byte-rows", [0.2, 0.35, 3.0]),
-    ("zero-pitch", [0.2, 0.35, 3.0]),
-    ("fences", [0.25, 0.4, 3.0]),
+    ("iotlb-misses", [0.3, 0.35, 3.0]),
+    ("byte-rows", [0.3, 0.4, 3.0]),
+    ("zero-pitch", [0.3, 0.4, 3.0]),
+    ("fences", [0.35, 0.4, 3.0]),
     ("failing-copies", [0.4, 0.4, 4.0]),
-    ("late-differences", [0.15, 0.3, 3.0]),
+    ("late-differences", [0.2, 0.35, 3.0]),
     ("call-waiters", [0.4, 0.3, 3.0]),
-    ("stopped-clients", [0.15, 0.3, 3.0]),
+    ("stopped-clients", [0.2, 0.35, 3.0]),
 ];
 
 /// Prints what clients get beside the attack and alone, in turn; false where a goal is missed that is no exception.
