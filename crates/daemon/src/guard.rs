@@ -38,6 +38,12 @@ struct Register {
     ioctls: u64,
 }
 
+/// Whether the kernel lets this process watch memory with userfaultfd(2), so that a daemon here makes no pages for its
+/// clients.
+pub fn can_watch_memory() -> bool {
+    Guard::new().is_ok()
+}
+
 /// Watches memory of this process.
 pub(crate) struct Guard(OwnedFd);
 

@@ -70,6 +70,7 @@ mod worker;
 pub use client::{Client, ClientError, ClientOptions, DaemonStatus, status};
 pub use config::{BadConfig, ClientLimits, Config};
 pub use error::ServerError;
+pub use guard::can_watch_memory;
 pub use listener::{Listener, SOCKET};
 pub use log::{ClientResources, ServerEvent};
 pub use server::Server;

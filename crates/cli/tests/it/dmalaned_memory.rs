@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use dmalane::addr::Access;
 use dmalane::card::Card;
 use dmalane::daemon::wire::{ClientRequest, FAILED, FunctionFiles, MAX_MESSAGE, MapSegment};
-use dmalane::daemon::{Client, ClientOptions, status};
+use dmalane::daemon::{Client, ClientOptions, can_watch_memory, status};
 use dmalane::dma::{MemfdHeap, SharedBuf};
 use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, Registered};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -350,6 +350,9 @@ fn attacks_in_groups(version: Version, test: &str) {
     }
     if let Err(why) = Group::new(version, &format!("{version:?}-tried"), LIMITS[0]) {
         return println!("SKIPPED: {why}");
+    }
+    if !can_watch_memory() {
+        return println!("SKIPPED: userfaultfd is not allowed here");
     }
     let failed: Vec<String> = ATTACKS.iter().filter_map(|(name, _)| attacked(version, test, name).err()).collect();
     assert!(failed.is_empty(), "{failed:#?}");
