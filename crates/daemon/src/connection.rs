@@ -203,6 +203,10 @@ impl Connection {
                 Ok(nothing)
             }
             ClientRequest::Map { access, segments } => {
+                // What is no memfd stays with the caller: it may take any time to close.
+                if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
+                    return refused(Code::BadDescriptor, &format!("descriptor {i} is not a memfd"));
+                }
                 let answer = self.map(state, access, segments, std::mem::take(fds));
                 self.alarm.wake(); // the worker skips a function while its tables change
                 answer
@@ -322,9 +326,6 @@ impl Connection {
         })?;
         if fds.len() > MAX_FDS {
             return Err(Refused(Code::BadDescriptor, format!("a map request has at most {MAX_FDS} descriptors")));
-        }
-        if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
-            return Err(Refused(Code::BadDescriptor, format!("descriptor {i} is not a memfd")));
         }
         if self.mappings.len() >= 16 * state.config.limits.buffers as usize {
             let text = format!("a client may have {} mappings", 16 * state.config.limits.buffers);
