@@ -331,7 +331,7 @@ impl Connection {
             let text = format!("a client may have {} mappings", 16 * state.config.limits.buffers);
             return Err(Refused(Code::Quota, text));
         }
-        // No client is served while page tables are written, so a mapping must not repeat a buffer without bound.
+        // Page tables take memory and time, so a mapping must not repeat a buffer without bound.
         let all = segments.iter().fold(0u64, |all, segment| all.saturating_add(segment.len.get()));
         let possible = segments.iter().all(|segment| segment.len.get() <= state.config.limits.bytes);
         if possible && all > state.config.limits.bytes {

@@ -37,7 +37,7 @@ const UNPAID_REST: u32 = 3;
 const MAX_REST: Duration = Duration::from_millis(1);
 /// Processes of a user that may be ending without counting as clients: what they close may take any time.
 const MAX_ENDING: usize = 8;
-/// What a connection costs its user beside the time that is measured: a process starts and ends.
+/// A connection costs its user this beside the time that is measured: a process starts and ends.
 const PROCESS_TIME: Duration = Duration::from_millis(1);
 /// How often the daemon looks whether users have paid, while connections wait for that.
 const PAY_INTERVAL: Duration = Duration::from_millis(2);
@@ -352,7 +352,7 @@ impl Server {
     }
 }
 
-/// What a client has, as its row shows it.
+/// The resources of a client, as its row shows them.
 pub(crate) fn resources(row: &ClientStatus) -> ClientResources {
     ClientResources {
         buffers: row.buffers as usize,

@@ -1,4 +1,4 @@
-//! What each process of a daemon has of all clients: the configuration, the accounts and the table that they share.
+//! The view that each process of a daemon has of all clients: configuration, accounts, and the table that they share.
 
 use std::sync::Arc;
 

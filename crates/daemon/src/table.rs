@@ -1,4 +1,4 @@
-//! What the processes of a daemon share: a table in memory that all of them have mapped.
+//! The table that the processes of a daemon share: all of them have it mapped.
 //!
 //! `unsafe` is for mapping it, and for its lock: a process may be killed at any time, and the kernel unlocks a robust
 //! mutex of POSIX for the next one, which the lock of the standard library is not.
@@ -55,7 +55,7 @@ pub(crate) enum Ending {
 }
 
 impl Ending {
-    /// What the log says of a number in the table.
+    /// The text for the log of a number in the table.
     pub(crate) fn text(number: u32) -> &'static str {
         const TEXTS: [&str; Ending::Bug as usize + 1] = [
             "its process was killed",
@@ -70,7 +70,7 @@ impl Ending {
     }
 }
 
-/// What the lock protects. Any bytes are a valid state, since the process that changes it may be killed.
+/// The state that the lock protects. Any bytes are a valid state, since the process that changes it may be killed.
 #[derive(FromBytes)]
 #[repr(C)]
 pub(crate) struct State {
@@ -85,7 +85,7 @@ pub(crate) struct State {
 pub(crate) struct Seat {
     /// As of the last request or step. A seat whose client has no number is free.
     pub row: ClientStatus,
-    /// What the client has taken of each account.
+    /// The amounts that the client has taken of each account.
     pub taken: [u64; 3],
     /// The user who pays.
     pub user: u32,
@@ -98,8 +98,8 @@ pub(crate) struct Seat {
     pub stopped_after: u64,
 }
 
-// SAFETY: the table is not bound to a thread: its fields are atomic but for `state`, which only the lock's owner
-// accesses (`Locked`).
+// SAFETY: the table is not bound to a thread: its fields are atomic but for `lock`, a mutex that any thread of any
+// process may use, and `state`, which only the lock's owner accesses (`Locked`).
 unsafe impl Send for Table {}
 // SAFETY: as above.
 unsafe impl Sync for Table {}

@@ -486,7 +486,7 @@ fn a_page_that_is_given_back_ends_the_connection_that_used_it() {
     end(daemon, bystander, before);
 }
 
-/// The same while the client's process has the lock of what all share, as likely as can be.
+/// The same, where the client's process is likely to have the lock of the table when it ends: it answers many statuses.
 #[test]
 fn processes_that_end_at_any_time_leave_a_daemon_that_serves() {
     if !can_watch_memory() {

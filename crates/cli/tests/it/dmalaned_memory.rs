@@ -282,7 +282,7 @@ impl Daemon {
     /// Bytes in use beyond those before the attack and card memory that clients have got since.
     ///
     /// # Errors
-    /// What is wrong with the daemon.
+    /// The fault of the daemon.
     fn excess(&mut self) -> Result<u64, String> {
         let before = self.card_memory();
         let used = self.group.used();
