@@ -28,7 +28,7 @@ use crate::worker::Worker;
 /// How often a process looks whether its queues have stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// What a client's process tells the daemon: the client has opened a function; its queues have not stopped; its
+/// Messages of a client's process to the daemon: the client has opened a function; its queues have not stopped; its
 /// resources are released.
 pub(crate) const OPENED: u8 = b'o';
 pub(crate) const NOT_STOPPED: u8 = b's';

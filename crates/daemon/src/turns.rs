@@ -17,7 +17,7 @@ use zerocopy::FromBytes;
 
 /// Clients that can be connected, with the operator's, and some that have left while their processes end.
 pub(crate) const SEATS: usize = 1024 + 4 + 256;
-/// What a user may spend in a round: half a millisecond, or as many bytes. With less, what passes between the turns of
+/// A user may spend this in a round: half a millisecond, or as many bytes. With less, the time between the turns of
 /// two processes, each of which has to get a processor, takes much of the time.
 const QUANTUM: i64 = 500_000 * NANOSECOND_COST;
 /// Bytes charged for each nanosecond of a step. No memory copies as fast, so users share time, whether they copy or do
@@ -65,7 +65,7 @@ pub(crate) struct Turns {
     places: [Place; SEATS],
 }
 
-/// What a user has left or owes.
+/// The balance of a user: what is left of a round, or owed.
 #[derive(FromBytes)]
 #[repr(C)]
 struct Share {
@@ -80,7 +80,7 @@ struct Share {
     /// When the last step began and ended; 0 for none.
     began: u64,
     ended: u64,
-    /// What the client that was last chosen had been served before.
+    /// Bytes that the client that was last chosen had been served before.
     level: u64,
 }
 
@@ -92,7 +92,7 @@ struct Place {
     share: u32,
     /// 1 while there is work.
     wants: u32,
-    /// What was charged for a turn that was passed over, until the client says what it has cost.
+    /// The charge for a turn that was passed over, until the client says what it has cost.
     charged: i64,
     /// Bytes served so far; of those that had no work, as if they had been served as the others of the user.
     served: u64,
@@ -101,7 +101,7 @@ struct Place {
 /// A step of a client's queues. Times are in nanoseconds.
 #[derive(Clone, Copy)]
 pub(crate) struct Step {
-    /// What the card says that it has cost.
+    /// The cost in bytes, as the card says it.
     pub bytes: u64,
     pub began: u64,
     pub ended: u64,

@@ -369,7 +369,7 @@ pub struct StatusAnswer {
     pub more: u64,
 }
 
-/// What a client shares with its function: it makes them, so that they are its own in the kernel's accounts.
+/// The files that a client shares with its function. It makes them, so that they are its own in the kernel's accounts.
 pub struct FunctionFiles {
     /// The register page.
     pub page: SharedBuf,

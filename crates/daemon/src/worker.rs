@@ -30,7 +30,7 @@ const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// What wakes a worker: the client's kicks, and requests that change what there is to do.
+/// Wakes a worker: on the client's kicks, and requests that change what there is to do.
 pub(crate) struct Alarm {
     quit: AtomicBool,
     /// Eventfd of this process; not shared with the client.
