@@ -238,7 +238,7 @@ fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, hal
     let gib = bench.size as f64 / (1u64 << 30) as f64;
     report.at_most_in(&format!("{size} cold: CPU"), 0.2, bench.cpu / gib, "core-seconds per GiB, at most");
     let spare = bench.extra as f64 / MIB as f64;
-    let goal = (bench.read.depth as u64 * bench.read.fill.block) as f64 / MIB as f64 + 16.0;
+    let goal = (bench.depth as u64 * bench.read.fill.block) as f64 / MIB as f64 + 16.0;
     report.at_most_in(&format!("{size} cold: peak memory beyond the buffer"), goal, spare, "MiB, at most");
 }
 
@@ -248,6 +248,8 @@ struct Bench {
     _file: tempfile::NamedTempFile,
     hash: u64,
     read: ReadOptions,
+    /// Reads in flight of the references.
+    depth: usize,
     /// Memory that is there, for the references: private, and a memfd.
     ready: [Option<BufferSlice>; 2],
     pool: Pool,
@@ -333,7 +335,7 @@ impl Bench {
         file.as_file().sync_all()?;
         let mut read = ReadOptions { threads: options.threads, ..ReadOptions::default() };
         read.fill.chunk = options.chunk.unwrap_or(read.fill.chunk);
-        read.depth = options.iodepth.unwrap_or(read.depth);
+        read.fill.depth = options.iodepth;
         read.fill.block = options.block_size.map_or(read.fill.block, |len| len as u64);
         let kept = size as usize + (4 << 20);
         let pool = Pool::new(AnonHeap::new(), kept);
@@ -344,6 +346,7 @@ impl Bench {
             _file: file,
             hash: hash.finish(),
             read,
+            depth: options.iodepth.unwrap_or(16),
             ready: [None, None],
             pool,
             pool_shared,
@@ -716,7 +719,7 @@ impl Bench {
     }
 
     fn fio_into(&self, memory: &str) -> std::result::Result<f64, String> {
-        let (depth, block) = (self.read.depth, self.read.fill.block as usize);
+        let (depth, block) = (self.depth, self.read.fill.block as usize);
         let out = std::process::Command::new("fio")
             .env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
             .args([
@@ -792,7 +795,7 @@ impl Bench {
     fn reference(&mut self, shared: bool) -> Result<f64> {
         let part = self.ready(shared)?; // not counted
         let start = Instant::now();
-        let (depth, block) = (self.read.depth, self.read.fill.block as usize);
+        let (depth, block) = (self.depth, self.read.fill.block as usize);
         let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth, block };
         let mut channel = FileQueue::open(&self.path, options)?;
         let (mut rest, mut at, mut done) = (part, 0, Vec::new());

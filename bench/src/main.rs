@@ -24,6 +24,7 @@ mod peers;
 mod policy;
 mod report;
 mod sg_index;
+mod slow;
 mod subject;
 mod threads;
 mod transfer;
@@ -60,6 +61,11 @@ enum Bench {
     Load(load::Options),
     /// A file into a buffer, allocated and read at once: the original report's table, beside the reference
     AllocRead(alloc_read::Options),
+    /// Files of sources with latency, read and loaded, beside the best raw reads
+    Slow(slow::Options),
+    /// The server of slow
+    #[command(hide = true)]
+    SlowServer(slow::Serve),
     /// Scatter lists into page tables: Linux before and after the patch, ours, the peers, the floor
     MapSg(map_sg::Options),
     /// Look-ups at random addresses
@@ -111,6 +117,8 @@ fn main() -> ExitCode {
     let result = match cli.bench {
         Bench::Load(options) => load::run(&options),
         Bench::AllocRead(options) => alloc_read::run(&options),
+        Bench::Slow(options) => slow::run(&options),
+        Bench::SlowServer(options) => return done(slow::serve(&options)),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),

@@ -149,6 +149,7 @@ impl MeasuredStage {
             "wall_s": self.report.wall.as_secs_f64(),
             "share": self.share,
             "bytes": self.report.bytes,
+            "in_flight": self.report.in_flight,
             "bytes_per_s": self.rate(),
             "reference_bytes_per_s": self.reference,
         })
@@ -255,7 +256,9 @@ impl MeasuredRuns {
 
     /// The meaning of the stages' columns, and where the time of the whole command went, for `--verbose`.
     pub fn meaning(&self) -> String {
-        format!("\n{}{}", wrap(MEANING, 0), progress::whole_time())
+        let reads = self.stages.iter().find(|s| s.report.stage == Stage::Read).map_or(0, |s| s.report.in_flight);
+        let meaning = format!("{MEANING} Reads in flight at once, at most: {reads}.");
+        format!("\n{}{}", wrap(&meaning, 0), progress::whole_time())
     }
 
     /// Writes the timeline and the page, if they were asked for.

@@ -178,8 +178,9 @@ impl Drop for Mounted {
 }
 
 fn ways() -> impl Iterator<Item = ReadOptions> {
-    let fill = FillOptions { chunk: 512 << 10, block: 128 << 10, checksum: true, ..FillOptions::default() };
-    let small = ReadOptions { depth: 4, fill, ..ReadOptions::default() };
+    let fill =
+        FillOptions { chunk: 512 << 10, block: 128 << 10, depth: Some(4), checksum: true, ..FillOptions::default() };
+    let small = ReadOptions { fill, ..ReadOptions::default() };
     [(Mode::Auto, 1), (Mode::Buffered, 1), (Mode::Buffered, 2), (Mode::Direct, 1)]
         .into_iter()
         .map(move |(mode, threads)| ReadOptions { mode, threads: Some(threads), ..small.clone() })

@@ -25,8 +25,8 @@ fn file(seed: u64) -> (NamedTempFile, Vec<u8>) {
 }
 
 fn options(threads: usize) -> ReadOptions {
-    let fill = FillOptions { chunk: CHUNK, block: 64 << 10, checksum: true, ..FillOptions::default() };
-    ReadOptions { depth: 4, threads: Some(threads), fill, ..ReadOptions::default() }
+    let fill = FillOptions { chunk: CHUNK, block: 64 << 10, depth: Some(4), checksum: true, ..FillOptions::default() };
+    ReadOptions { threads: Some(threads), fill, ..ReadOptions::default() }
 }
 
 /// A host that refuses its n-th call of `pin_range` and `map_list`, counted together.

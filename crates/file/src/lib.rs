@@ -3,7 +3,8 @@
 //!
 //! A [`FileQueue`] reads through io_uring. The part of an operation that is aligned as the file system demands goes by
 //! direct I/O, the unaligned head and tail by ordinary reads. Where direct I/O or io_uring is refused (tmpfs; a
-//! container's seccomp profile) it falls back to ordinary reads or to `pread`, and [`FileQueue::how`] says so and why.
+//! container's seccomp profile) it falls back to ordinary reads or to `pread` on threads. [`FileQueue::how`] says so
+//! and why.
 //!
 //! A [`StreamQueue`] reads pipes and sockets, which have no offsets, in order. [`residency`] says how much of a file is
 //! in the page cache.
@@ -41,6 +42,7 @@ mod ring;
 mod short;
 mod source;
 mod stream;
+mod workers;
 
 pub use cache::residency;
 pub use device::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, HoldsData};

@@ -19,7 +19,8 @@ pub enum Mode {
 /// How the kernel is asked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Io {
-    /// io_uring where the kernel allows it, else `pread`.
+    /// io_uring where the kernel allows it, else `pread` on threads, of which there are as many as reads in flight.
+    /// The caller's thread copies what is in the page cache.
     #[default]
     Auto,
     /// io_uring, or an error when the queue is opened.
@@ -44,10 +45,10 @@ pub struct FileOptions {
 }
 
 impl Default for FileOptions {
-    /// Four reads of 2 MiB in flight: enough for disks of 8 GB/s and 1 ms, and few enough that what has arrived is
-    /// still in the processor's cache when it is used.
+    /// Up to 64 reads of 2 MiB in flight: enough for sources of 8 GB/s and 16 ms. A load has fewer where those are as
+    /// fast.
     fn default() -> Self {
-        Self { mode: Mode::Auto, io: Io::Auto, depth: 4, block: 2 << 20 }
+        Self { mode: Mode::Auto, io: Io::Auto, depth: 64, block: 2 << 20 }
     }
 }
 
@@ -75,6 +76,8 @@ pub struct How {
     pub direct: bool,
     /// Reads go through io_uring.
     pub uring: bool,
+    /// Else the threads that read, besides the caller's.
+    pub threads: usize,
     /// Why each thing that was asked for was not had; empty when all was well.
     pub reasons: Vec<Fallback>,
 }
@@ -82,15 +85,20 @@ pub struct How {
 impl How {
     /// Buffered reads by `pread`, as they were meant to be.
     pub fn plain() -> Self {
-        Self { direct: false, uring: false, reasons: Vec::new() }
+        Self { direct: false, uring: false, threads: 0, reasons: Vec::new() }
     }
 }
 
 impl fmt::Display for How {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let cache = if self.direct { "direct I/O" } else { "buffered I/O" };
-        let calls = if self.uring { "io_uring" } else { "pread" };
-        write!(f, "{cache}, {calls}")?;
+        write!(f, "{cache}, ")?;
+        match self.threads {
+            _ if self.uring => write!(f, "io_uring")?,
+            0 => write!(f, "pread")?,
+            1 => write!(f, "pread on a thread")?,
+            n => write!(f, "pread on {n} threads")?,
+        }
         let reasons: Vec<_> = self.reasons.iter().map(ToString::to_string).collect();
         if reasons.is_empty() { Ok(()) } else { write!(f, " ({})", reasons.join("; ")) }
     }

@@ -16,6 +16,7 @@ use crate::error::errno;
 use crate::op::{self, Op};
 use crate::ring::{self, Ask, Request, Ring};
 use crate::source::{Source, is_fuse};
+use crate::workers::{Short, Workers};
 use crate::{Error, Fallback, FileOptions, How, Io, Mode, cut};
 
 /// Bytes that a queue has read.
@@ -45,6 +46,8 @@ pub struct FileQueue {
     how: How,
     moved: Moved,
     ring: Option<Ring>,
+    /// What reads where no ring does, and the caller should not wait.
+    workers: Option<Workers>,
     ops: VecDeque<Op<FileOffset>>,
     /// The number of the first operation that may not be cut to its end yet.
     uncut: u64,
@@ -90,6 +93,7 @@ impl FileQueue {
         let how = How {
             direct: source.direct.is_some(),
             uring: options.io != Io::Pread && !fuse && !source.nonblocking,
+            threads: 0,
             reasons: no_direct
                 .into_iter()
                 .chain(fuse.then_some(Fallback::Fuse))
@@ -102,6 +106,7 @@ impl FileQueue {
             how,
             moved: Moved::default(),
             ring,
+            workers: None,
             ops: VecDeque::new(),
             uncut: 0,
             again: VecDeque::new(),
@@ -196,22 +201,40 @@ impl FileQueue {
         }
     }
 
-    /// Puts reads into the ring until it is full, or until one is not for it, which is returned: a copy from the page
+    /// True where a read can be begun that this thread does not wait for.
+    fn has_room(&self) -> bool {
+        match (&self.ring, &self.workers) {
+            (Some(ring), _) => !ring.is_dead() && !ring.is_full(),
+            (None, Some(workers)) => workers.busy() < self.options.depth,
+            (None, None) => false,
+        }
+    }
+
+    /// Begins reads until there is no room, or until one is for this thread, which is returned: a copy from the page
     /// cache, or, if `direct` says so, any read through it.
     fn push(&mut self, direct: bool) -> Option<Request> {
-        while self.ring.as_ref().is_some_and(|ring| !ring.is_dead() && !ring.is_full()) {
+        while self.has_room() {
             let read = self.next_read()?;
             if read.ask == Ask::ReadCached || direct && !read.direct {
                 return Some(read);
             }
-            if let Some(Err(read)) = self.ring.as_mut().map(|ring| ring.push(read)) {
-                self.again.push_front(read);
+            match (&mut self.ring, &mut self.workers) {
+                (Some(ring), _) => {
+                    if let Err(read) = ring.push(read) {
+                        self.again.push_front(read);
+                    }
+                }
+                (None, Some(workers)) => {
+                    workers.push(read);
+                    self.how.threads = workers.threads();
+                }
+                (None, None) => return Some(read),
             }
         }
         None
     }
 
-    /// Gives the kernel as much to do as it takes; without a ring, or from the page cache, does one read.
+    /// Gives the kernel as much to do as it takes; without a ring and threads, or from the page cache, does one read.
     fn feed(&mut self, done: &mut Vec<Completion<FileOffset>>) {
         let cached = self.push(false);
         self.enter(None);
@@ -219,7 +242,7 @@ impl FileQueue {
             let result = ring::pread(&mut read);
             return self.settle(read, result, done);
         }
-        if self.ring.as_ref().is_none_or(Ring::is_dead)
+        if self.ring.as_ref().map_or(self.workers.is_none(), Ring::is_dead)
             && let Some(mut read) = self.next_read()
         {
             let result = ring::pread(&mut read);
@@ -239,6 +262,9 @@ impl FileQueue {
 
     fn reap(&mut self, done: &mut Vec<Completion<FileOffset>>) {
         while let Some((read, result)) = self.ring.as_mut().and_then(Ring::reap) {
+            self.settle(read, result, done);
+        }
+        while let Some((read, result)) = self.workers.as_ref().and_then(Workers::reap) {
             self.settle(read, result, done);
         }
     }
@@ -307,15 +333,23 @@ impl FileQueue {
         }
     }
 
+    /// Makes the ring, or threads in its place, when the first operation comes.
     fn make_ring(&mut self) {
-        if self.ring.is_none() && self.how.uring {
+        if self.ring.is_some() || self.workers.is_some() {
+            return;
+        }
+        if self.how.uring {
             match Ring::new(self.options.depth) {
-                Ok(ring) => self.ring = Some(ring),
+                Ok(ring) => return self.ring = Some(ring),
                 Err(reason) => {
                     self.how.uring = false;
                     self.how.reasons.push(reason);
                 }
             }
+        }
+        // What is cached is copied by this thread, whose processor then has it in its cache.
+        if self.options.io == Io::Auto && self.options.mode != Mode::Buffered {
+            self.workers = Workers::new(self.options.depth, Short::Returns).ok();
         }
     }
 }
@@ -346,8 +380,8 @@ impl Queue for FileQueue {
         Ok(ticket)
     }
 
-    /// Through a ring, begins direct reads, which are the disk's work, by one system call. Others begin in
-    /// [`Queue::poll`].
+    /// Begins direct reads, which are the disk's work: through a ring by one system call, or on threads. Others begin
+    /// in [`Queue::poll`].
     fn flush(&mut self) {
         if let Some(read) = self.push(true) {
             self.again.push_front(read);
@@ -355,8 +389,8 @@ impl Queue for FileQueue {
         self.enter(None);
     }
 
-    /// Through a ring, does not wait for the disk; copies from the page cache happen here all the same. With `pread`,
-    /// makes one read of at most a block, however long that takes.
+    /// Through a ring or threads, does not wait for the disk; copies from the page cache happen here all the same. With
+    /// `pread`, makes one read of at most a block, however long that takes.
     fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
         let before = done.len();
         self.reap(done);
@@ -371,6 +405,9 @@ impl Queue for FileQueue {
             let fed = this.again.is_empty() && this.ops.iter().all(|op| op.rest().is_none());
             if this.ring.as_ref().is_some_and(|ring| ring.busy() > 0 && (fed || ring.is_full())) {
                 this.enter(Some(left));
+            }
+            if let Some(workers) = this.workers.as_ref().filter(|_| fed || !this.has_room()) {
+                workers.wait(left);
             }
         })
     }

@@ -29,6 +29,7 @@ struct Clock {
     wall: Duration,
     bytes: u64,
     since: Option<Instant>,
+    in_flight: usize,
 }
 
 impl Clocks {
@@ -88,6 +89,7 @@ impl Clocks {
     /// Notes how many operations an asynchronous stage has in flight: the time with any counts as busy.
     pub(crate) fn in_flight(&mut self, stage: Stage, in_flight: usize) {
         let clock = &mut self.clocks[stage as usize];
+        clock.in_flight = clock.in_flight.max(in_flight);
         match (clock.since, in_flight > 0) {
             (None, true) => clock.since = Some(Instant::now()),
             (Some(since), false) => {
@@ -104,6 +106,7 @@ impl Clocks {
             mine.busy += theirs.busy;
             mine.wall += theirs.wall;
             mine.bytes += theirs.bytes;
+            mine.in_flight += theirs.in_flight;
         }
         self.tracks.append(&mut other.take_tracks());
     }
@@ -133,7 +136,8 @@ impl Clocks {
 
     fn get(&self, stage: Stage) -> StageReport {
         let clock = &self.clocks[stage as usize];
-        StageReport { stage, busy: clock.busy, wall: clock.wall, bytes: clock.bytes }
+        let Clock { busy, wall, bytes, in_flight, .. } = *clock;
+        StageReport { stage, busy, wall, bytes, in_flight }
     }
 }
 

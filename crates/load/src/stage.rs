@@ -69,4 +69,6 @@ pub struct StageReport {
     pub wall: Duration,
     /// Bytes that went through.
     pub bytes: u64,
+    /// The most operations in flight at once, summed over workers; 0 of a stage that does one thing at a time.
+    pub in_flight: usize,
 }

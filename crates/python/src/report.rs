@@ -66,6 +66,7 @@ fn stages<'py>(py: Python<'py>, stages: &[StageReport]) -> PyResult<Bound<'py, P
         dict.set_item("busy_s", stage.busy.as_secs_f64())?;
         dict.set_item("wall_s", stage.wall.as_secs_f64())?;
         dict.set_item("bytes", stage.bytes)?;
+        dict.set_item("in_flight", stage.in_flight)?;
         list.append(dict)?;
     }
     Ok(list)

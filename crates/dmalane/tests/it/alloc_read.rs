@@ -41,8 +41,9 @@ fn bytes(read: &AllocRead) -> Vec<u8> {
 }
 
 fn small() -> ReadOptions {
-    let fill = FillOptions { chunk: 256 << 10, block: 64 << 10, checksum: true, ..FillOptions::default() };
-    ReadOptions { depth: 4, fill, ..ReadOptions::default() }
+    let fill =
+        FillOptions { chunk: 256 << 10, block: 64 << 10, depth: Some(4), checksum: true, ..FillOptions::default() };
+    ReadOptions { fill, ..ReadOptions::default() }
 }
 
 #[test]

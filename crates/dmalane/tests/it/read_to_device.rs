@@ -80,8 +80,8 @@ impl Card {
 }
 
 fn options(threads: usize, checksum: bool) -> ReadOptions {
-    let fill = FillOptions { chunk: CHUNK, block: 64 << 10, checksum, ..FillOptions::default() };
-    ReadOptions { depth: 4, threads: Some(threads), fill, ..ReadOptions::default() }
+    let fill = FillOptions { chunk: CHUNK, block: 64 << 10, depth: Some(4), checksum, ..FillOptions::default() };
+    ReadOptions { threads: Some(threads), fill, ..ReadOptions::default() }
 }
 
 fn go(_: Event) -> ControlFlow<()> {
@@ -205,7 +205,8 @@ fn what_fails_in_the_middle_is_waited_for() {
             }
             ControlFlow::Continue(())
         };
-        let few = ReadOptions { depth: 1, ..options(1, false) };
+        let mut few = options(1, false);
+        few.fill.depth = Some(1);
         let error = card.read(&heap, &[at], &[&a], &job, &few, &mut cut).unwrap_err();
         let LoadError::Read { source: OpError::EndOfFile { at: end, .. }, .. } = &error else { panic!("{error}") };
         assert!(end.bits() >= 1_000_000 && there > 0, "{end}, {there}");

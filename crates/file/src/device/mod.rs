@@ -14,7 +14,6 @@ mod options;
 mod paths;
 mod protected;
 mod queue;
-mod workers;
 
 pub use error::FileDeviceError;
 pub use file_device::FileDevice;

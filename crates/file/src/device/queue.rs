@@ -13,9 +13,9 @@ use dmalane_queue::{
 
 use super::FileDeviceError;
 use super::opened::Opened;
-use super::workers::Workers;
 use crate::op::{self, Op};
 use crate::ring::{Ask, Request};
+use crate::workers::{Short, Workers};
 
 /// A queue of a [`FileDevice`](super::FileDevice): copies in both directions and fences.
 ///
@@ -47,7 +47,7 @@ fn conflict(a: &Op<DeviceAddr>, b: &Op<DeviceAddr>) -> bool {
 
 impl FileDeviceQueue {
     pub(super) fn open(device: Arc<Opened>) -> Result<Self, FileDeviceError> {
-        let workers = Workers::new(device.options.threads).map_err(FileDeviceError::NoQueue)?;
+        let workers = Workers::new(device.options.threads, Short::GoesOn).map_err(FileDeviceError::NoQueue)?;
         Ok(Self { device, workers, busy: 0, ops: VecDeque::new(), flushed: 0, state: QueueState::default() })
     }
 

@@ -27,10 +27,9 @@ pub(super) enum Claimed {
 }
 
 impl State<'_, '_> {
-    /// Takes the next chunk, makes it present and cuts it into reads. `capacity` is the number of reads that a queue of
-    /// the worker takes.
-    pub fn claim(&self, capacity: usize, clocks: &mut Clocks) -> Claimed {
-        let claimed = self.supply.take(capacity, clocks).and_then(|taken| match taken {
+    /// Takes the next chunk, makes it present and cuts it into reads. The worker has at most `depth` reads in flight.
+    pub fn claim(&self, depth: usize, clocks: &mut Clocks) -> Claimed {
+        let claimed = self.supply.take(depth, clocks).and_then(|taken| match taken {
             Taken::Chunk(chunk) => self.begin(chunk, clocks).map(Claimed::Reads),
             Taken::Later => Ok(Claimed::Later),
             Taken::Nothing => Ok(Claimed::Nothing),

@@ -13,7 +13,7 @@ use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind
 use crate::lock::locked;
 
 /// Bytes of all landing places of a job together.
-const BYTES: usize = 32 << 20;
+const BYTES: usize = 144 << 20;
 /// Bytes of landing places that the process keeps for its next jobs.
 const KEPT: usize = 8 << 20;
 /// Landing places are multiples of a huge page: places of one length are used again by jobs of any chunk.

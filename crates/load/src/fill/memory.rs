@@ -6,8 +6,12 @@ use dmalane_addr::{Access, FileOffset, PageSize};
 use dmalane_dma::{Absent, BufferSlice, Error, Heap, PageBacking, Registrar};
 use dmalane_queue::Registered;
 
+use super::error::FillError;
 use crate::clock::Clocks;
 use crate::stage::Stage;
+
+/// Less than this is not worth asking the kernel about.
+const WORTH_ASKING: u64 = 32 << 20;
 
 /// Buffers that stay: reserved as wholes, and made present chunk by chunk.
 #[derive(Clone, Copy)]
@@ -49,8 +53,11 @@ pub(crate) enum Memory<'a> {
     Staging(&'a mut Staging),
 }
 
-/// Buffers that carry bytes to the device; with the one that carries them back, four in all.
+/// Buffers that carry bytes to the device, unless a source with latency has many reads in flight; with the one that
+/// carries them back, four in all.
 const BUFFERS: usize = 3;
+/// And the most, where there is memory.
+const MORE_BUFFERS: usize = 9;
 /// Bytes of a slot, at most: small enough that a chunk which was just copied out of the page cache is still in the
 /// processor's cache when it is hashed and transferred, large enough for the disk.
 const SLOT: u64 = 2 << 20;
@@ -107,7 +114,7 @@ impl Staging {
 
     /// Bytes of the buffers that files of which the largest has `largest` bytes may still need.
     pub(crate) fn to_come(&self, largest: u64) -> u64 {
-        largest.min(self.limit).saturating_mul((BUFFERS - self.buffers) as u64)
+        largest.min(self.limit).saturating_mul(BUFFERS.saturating_sub(self.buffers) as u64)
     }
 
     /// Gives all buffers up. Operations in flight keep theirs.
@@ -136,7 +143,7 @@ impl Staging {
     ) -> Result<Option<(usize, BufferSlice, Registered)>, Error> {
         let slot = match self.slots.iter().position(|s| s.slice.is_some()) {
             Some(slot) => slot,
-            None if self.buffers < BUFFERS => {
+            None if self.buffers < BUFFERS || self.buffers < MORE_BUFFERS && ask(self.len, "reads ahead").is_ok() => {
                 self.add(clocks)?;
                 return self.take(len, clocks);
             }
@@ -186,5 +193,21 @@ impl Staging {
             self.slots.push(Slot { slice, returned: Vec::new(), returned_bytes: 0, len, via, backing });
         }
         Ok(())
+    }
+}
+
+/// The words for a load onto a device whose memory is of this machine: both need memory.
+pub(crate) const DEVICE_TOO: &str = "the device, whose memory is this machine's, and the buffers";
+
+/// Makes sure that there are so many bytes of memory for `what`.
+pub(crate) fn ask(wanted: u64, what: &'static str) -> Result<(), FillError> {
+    if wanted < WORTH_ASKING {
+        return Ok(());
+    }
+    match dmalane_dma::room() {
+        Some(room) if room.bytes < wanted => {
+            Err(FillError::NoRoom { what, wanted, left: room.bytes, limited_by: room.limited_by })
+        }
+        _ => Ok(()),
     }
 }

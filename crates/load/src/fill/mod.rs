@@ -14,9 +14,10 @@
 //!
 //! In the order in which these modules use each other: `job`, `options` and `error`; `memory` and `landing` places;
 //! `fragment`; `sink`; the `supply` of memory, `mappings`, the `order` of hashing, and `progress`, which `state` joins;
-//! what is done with it, `claim` and `hashing`; `worker`.
+//! what is done with it, `claim` and `hashing`; `depth`; `worker`.
 
 mod claim;
+mod depth;
 mod error;
 mod filled;
 mod fragment;
@@ -51,11 +52,10 @@ pub use filled::{FillReport, Filled, FilledBuf};
 pub use hash::Digest;
 pub use job::{Extent, Job};
 pub use memory::{BufferMemory, FillCached};
-pub(crate) use memory::{Memory, Staging};
+pub(crate) use memory::{DEVICE_TOO, Memory, Staging, ask};
 pub use options::{FillOptions, HashRegions};
 pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
-pub(crate) use supply::{DEVICE_TOO, ask};
 pub use watch::{Event, Watch};
 
 /// Fills buffers as `job` says and hands them to a sink. `workers` has a set of queues for each worker, each with one

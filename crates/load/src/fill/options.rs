@@ -11,6 +11,9 @@ pub struct FillOptions {
     pub chunk: u64,
     /// Bytes per read operation, at most; rounded up to 4 KiB.
     pub block: u64,
+    /// Reads that each worker has in flight, at most as many as its queues take. By default as many as make the bytes
+    /// come faster, found by measuring as they come, but no more than 128 MiB.
+    pub depth: Option<usize>,
     /// Hash each buffer (XXH3-64 over its bytes in order).
     pub checksum: bool,
     /// Hash the regions of each buffer too; needs [`HashRegions::ends`] for every buffer. A load takes those of its
@@ -32,11 +35,12 @@ pub struct FillOptions {
 }
 
 impl Default for FillOptions {
-    /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no time limit, a timeout of 30 seconds, no timeline.
+    /// Chunks and reads of 2 MiB, as many reads as help, no checksum, no time limit, a timeout of 30 s, no timeline.
     fn default() -> Self {
         Self {
             chunk: 2 << 20,
             block: 2 << 20,
+            depth: None,
             checksum: false,
             hash_regions: None,
             hash_thread: None,

@@ -9,7 +9,7 @@ use super::error::{Failed, FillError};
 use super::fragment::{Fragment, Tag};
 use super::job::{Extent, Job};
 use super::landing::{Busy, Landing, Place};
-use super::memory::{Memory, Staging};
+use super::memory::{DEVICE_TOO, Memory, Staging, ask};
 use super::options::FillOptions;
 use crate::clock::Clocks;
 use crate::lock::locked;
@@ -84,8 +84,8 @@ pub(super) enum ChunkMemory {
 /// `vfio_iommu_type1`). Chunks are longer where there would be more.
 const MAPPINGS: u64 = 1 << 14;
 
-/// Less than this is not worth asking the kernel about.
-const WORTH_ASKING: u64 = 32 << 20;
+/// Reads that have arrived in staging memory and wait to be sent on, at most.
+const AHEAD: usize = 8;
 
 impl<'a> Supply<'a> {
     /// Reserves buffers, or uses staging memory. `plan` has the extents of each buffer.
@@ -163,8 +163,8 @@ impl<'a> Supply<'a> {
         self.fresh[buffer]
     }
 
-    /// Takes the next chunk. `capacity` is the number of reads that a queue of the worker takes.
-    pub fn take(&self, capacity: usize, clocks: &mut Clocks) -> Result<Taken<'_>, Failed> {
+    /// Takes the next chunk. The worker has at most `depth` reads in flight.
+    pub fn take(&self, depth: usize, clocks: &mut Clocks) -> Result<Taken<'_>, Failed> {
         let mut rest = locked(&self.rest);
         let Rest { pages, buffer: next, extent, first } = &mut *rest;
         let (buffer, memory, end) = loop {
@@ -187,9 +187,11 @@ impl<'a> Supply<'a> {
                     *at = 0;
                     None
                 }
-                // As many reads may wait for their turn as are in flight. Reading further ahead would only push them
-                // out of the processor's cache.
-                Pages::Staging(..) if self.unsent.load(Ordering::Relaxed) >= 2 * capacity => return Ok(Taken::Later),
+                // As many reads may wait for their turn as are in flight, but a few. Reading further ahead would only
+                // push them out of the processor's cache.
+                Pages::Staging(..) if self.unsent.load(Ordering::Relaxed) >= depth + depth.min(AHEAD) => {
+                    return Ok(Taken::Later);
+                }
                 Pages::Staging(staging, at) => {
                     let taken = staging.take(*len - *at as u64, clocks);
                     let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
@@ -250,22 +252,6 @@ fn to_come(reserved: &[Reserved]) -> usize {
 fn enough(reserved: &[Reserved], more: u64) -> Result<(), FillError> {
     let what = if more > 0 { DEVICE_TOO } else { "the buffers" };
     ask((to_come(reserved) as u64).saturating_add(more), what)
-}
-
-/// The words for a load onto a device whose memory is of this machine: both need memory.
-pub(crate) const DEVICE_TOO: &str = "the device, whose memory is this machine's, and the buffers";
-
-/// Makes sure that there are so many bytes of memory for `what`.
-pub(crate) fn ask(wanted: u64, what: &'static str) -> Result<(), FillError> {
-    if wanted < WORTH_ASKING {
-        return Ok(());
-    }
-    match dmalane_dma::room() {
-        Some(room) if room.bytes < wanted => {
-            Err(FillError::NoRoom { what, wanted, left: room.bytes, limited_by: room.limited_by })
-        }
-        _ => Ok(()),
-    }
 }
 
 #[cfg(test)]

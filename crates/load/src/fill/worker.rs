@@ -7,6 +7,7 @@ use dmalane_addr::FileOffset;
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
 use super::claim::Claimed;
+use super::depth::Depth;
 use super::error::{FillError, not_submitted};
 use super::fragment::{Fragment, Read, Tag};
 use super::state::{POLL_INTERVAL, State};
@@ -23,16 +24,16 @@ pub(super) struct Worker<'l, 'a, 'w, S> {
     flying: HashMap<(usize, Ticket), (FileOffset, Tag, Option<Instant>)>,
     /// Sources with reads in flight, the one that was begun first in front.
     active: Vec<usize>,
-    /// The most reads that a queue takes.
-    capacity: usize,
+    depth: Depth,
     clocks: Clocks,
 }
 
 impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
     pub fn new(state: &'l State<'a, 'w>, queues: &'l mut [S], clocks: Clocks) -> Self {
+        let capacity = queues.iter().map(|queue| queue.limits().capacity).max().unwrap_or(1);
         Self {
             state,
-            capacity: queues.iter().map(|queue| queue.limits().capacity).max().unwrap_or(1),
+            depth: Depth::new(state.options.depth, state.supply.piece(), capacity, state.copies),
             queues,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
@@ -64,6 +65,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             if !later && self.flying.is_empty() && self.waiting.is_empty() {
                 return self.clocks;
             }
+            self.depth.wait();
             // A polled device works while it is waited for; another one ends something sooner than the disk.
             if !self.state.drive(POLL_INTERVAL)
                 && !self.reap(&mut done, self.state.disk_timeout())
@@ -86,7 +88,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             if self.waiting_bytes >= self.state.supply.chunk || self.state.stopped() {
                 return (claimed, false);
             }
-            match self.state.claim(self.capacity, &mut self.clocks) {
+            match self.state.claim(self.depth.limit(), &mut self.clocks) {
                 // It was filled from memory, and is to be hashed while it is in the processor's cache.
                 Claimed::Reads(reads) if reads.is_empty() => return (true, false),
                 Claimed::Reads(reads) => {
@@ -100,15 +102,18 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         }
     }
 
-    /// Hands reads to their queues, in order, until one has no room.
+    /// Hands reads to their queues, in order, until as many are in flight as help, or one has no room.
     fn submit(&mut self) {
         let mut any = false;
-        while let Some(Read { source, at, fragment: Fragment { tag, slice } }) = self.waiting.pop_front() {
+        while self.flying.len() < self.depth.limit()
+            && let Some(Read { source, at, fragment: Fragment { tag, slice } }) = self.waiting.pop_front()
+        {
             let (len, begun) = (slice.len(), self.clocks.begin());
             match self.queues[source].submit(Operation::read(slice, at)) {
                 Ok(ticket) => {
                     if self.flying.is_empty() {
                         self.state.reading();
+                        self.depth.begin(Instant::now());
                     }
                     self.waiting_bytes -= len;
                     self.flying.insert((source, ticket), (at, tag, begun));
@@ -169,6 +174,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             Ok(()) => {
                 self.clocks.bytes(Stage::Read, slice.len() as u64);
                 self.clocks.ended(Stage::Read, begun, slice.len() as u64);
+                self.depth.ended(slice.len(), Instant::now());
                 self.state.arrived(Fragment { tag, slice });
             }
             Err(error) => {

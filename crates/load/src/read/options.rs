@@ -9,8 +9,6 @@ use crate::fill::FillOptions;
 pub struct ReadOptions {
     /// Past the page cache or through it; [`Mode::Auto`] chooses for each block by what is cached and gives its reason.
     pub mode: Mode,
-    /// Reads in flight, where there is a ring.
-    pub depth: usize,
     /// Workers that allocate and read, each a thread; by default one for direct reads, which the disk does, and as many
     /// as there are processors, 4 at most, where 32 MiB or more are copied out of the page cache.
     pub threads: Option<usize>,
@@ -23,6 +21,6 @@ pub struct ReadOptions {
 
 impl Default for ReadOptions {
     fn default() -> Self {
-        Self { mode: Mode::Auto, depth: 16, threads: None, limit: None, fill: FillOptions::default() }
+        Self { mode: Mode::Auto, threads: None, limit: None, fill: FillOptions::default() }
     }
 }

@@ -47,10 +47,11 @@ pub(super) fn plan(
         bytes = bytes.saturating_add(e.len);
     }
     let block = usize::try_from(options.fill.block).unwrap_or(usize::MAX);
+    let most = options.fill.depth.unwrap_or(FileOptions::default().depth);
     let of_queue = |mode, io, depth| FileOptions { mode, io, depth, block };
     if is_stream(&kind) {
         let reason = "a pipe, socket or character device: plain reads in order".to_owned();
-        let options = of_queue(Mode::Buffered, Io::Pread, options.depth);
+        let options = of_queue(Mode::Buffered, Io::Pread, most);
         return Ok(Plan { options, stream: true, workers: 1, reason, cached: None, size: None, first, end });
     }
     let size = source.size()?;
@@ -75,7 +76,7 @@ pub(super) fn plan(
     }
     let buffered = mode == Mode::Buffered;
     let io = if short || buffered { Io::Pread } else { Io::Auto };
-    let depth = if io == Io::Pread { 1 } else { options.depth };
+    let depth = if io == Io::Pread { 1 } else { most };
     // The cached bytes of the span, of which the job may want less.
     let copied = if buffered || copied_to { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
     let workers = if short { 1 } else { workers(copied) };

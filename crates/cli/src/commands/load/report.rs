@@ -171,9 +171,10 @@ pub(super) fn json(o: &Outcome) -> Report<'_> {
     Report { head: o.runs.json(own), files: o.run.loaded.files.iter().zip(&o.inputs).map(json_file).collect() }
 }
 
-/// Bytes of the staging buffers that a load has at most.
+/// Bytes of the staging buffers that such a load has, with the one for reading back: three, or more that it had.
 fn buffers(o: &Outcome) -> u64 {
-    o.run.loaded.report.staging.1.saturating_mul(4)
+    let (count, bytes) = o.run.loaded.report.staging;
+    bytes.saturating_mul(count.max(3) as u64 + 1)
 }
 
 fn json_file<'a>((file, input): (&'a LoadedFile, &Input<FileQueue>)) -> File<'a> {

@@ -16,11 +16,24 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(2);
 /// the call.
 pub(crate) struct Workers {
     shared: Arc<Shared>,
+    /// Started when a request comes while all others are in calls.
     threads: Vec<JoinHandle<()>>,
+    most: usize,
+}
+
+/// What becomes of a request whose call moved less than was asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) enum Short {
+    /// It goes on where it stopped.
+    #[default]
+    GoesOn,
+    /// It comes back, with the result of that call.
+    Returns,
 }
 
 #[derive(Default)]
 struct Shared {
+    short: Short,
     state: Mutex<State>,
     /// A request was pushed, or the threads shall exit.
     work: Condvar,
@@ -41,31 +54,48 @@ struct State {
 }
 
 impl Workers {
-    /// Starts this number of threads.
+    /// Starts a thread; there will be this number at most.
     ///
     /// # Errors
-    /// The kernel's, when it starts none of them; fewer than asked for are no error.
-    pub fn new(count: usize) -> io::Result<Self> {
-        let mut this = Self { shared: Arc::default(), threads: Vec::new() };
-        for i in 0..count.max(1) {
-            let shared = this.shared.clone();
-            match std::thread::Builder::new().name(format!("dmalane-io-{i}")).spawn(move || shared.run()) {
-                Ok(thread) => this.threads.push(thread),
-                Err(_) if !this.threads.is_empty() => break,
-                Err(e) => return Err(e),
-            }
-        }
+    /// The kernel's; that it starts no further one later is no error.
+    pub fn new(most: usize, short: Short) -> io::Result<Self> {
+        let shared = Arc::new(Shared { short, ..Shared::default() });
+        let mut this = Self { shared, threads: Vec::new(), most };
+        this.start()?;
         Ok(this)
     }
 
-    /// Takes a request.
-    pub fn push(&self, request: Request) {
-        self.shared.lock().todo.push_back(request);
-        self.shared.work.notify_one();
+    fn start(&mut self) -> io::Result<()> {
+        let (name, shared) = (format!("dmalane-io-{}", self.threads.len()), self.shared.clone());
+        self.threads.push(std::thread::Builder::new().name(name).spawn(move || shared.run())?);
+        Ok(())
     }
 
-    /// The next request that has ended, with the result of its last call: bytes, or a negative error number. Either
-    /// nothing of it is left to be moved, or the result says why something is.
+    /// Takes a request.
+    pub fn push(&mut self, request: Request) {
+        let mut state = self.shared.lock();
+        state.todo.push_back(request);
+        let wanted = state.todo.len() + state.calls;
+        drop(state);
+        self.shared.work.notify_one();
+        if self.threads.len() < wanted.min(self.most) && self.start().is_err() {
+            self.most = self.threads.len();
+        }
+    }
+
+    /// Threads started.
+    pub fn threads(&self) -> usize {
+        self.threads.len()
+    }
+
+    /// Requests that have not been taken back or reaped.
+    pub fn busy(&self) -> usize {
+        let state = self.shared.lock();
+        state.todo.len() + state.calls + state.ended.len()
+    }
+
+    /// The next request that has ended, with the result of its last call: bytes, or a negative error number. Where
+    /// short ones go on, either nothing is left to be moved, or the result says why something is.
     pub fn reap(&self) -> Option<(Request, i32)> {
         self.shared.lock().ended.pop_front()
     }
@@ -112,6 +142,8 @@ impl Shared {
             let moved = usize::try_from(result).unwrap_or(0);
             if state.abandoned {
                 ring::quarantine(request.slice);
+            } else if self.short == Short::Returns {
+                state.ended.push_back((request, result));
             } else if result == -libc::EINTR || (1..left).contains(&moved) {
                 request.done += moved;
                 state.todo.push_front(request);
@@ -167,7 +199,7 @@ mod tests {
     fn what_was_begun_ends_and_the_rest_is_taken_back() {
         let heap = AnonHeap::new();
         let file = Arc::new(tempfile::tempfile().unwrap());
-        let workers = Workers::new(2).unwrap();
+        let mut workers = Workers::new(2, Short::GoesOn).unwrap();
         let mut ours = slice(&heap);
         ours.write(0, &[7; 4096]).unwrap();
         workers.push(request(&file, ours, Ask::Write));
@@ -188,7 +220,7 @@ mod tests {
         let heap = AnonHeap::new();
         let file = Arc::new(tempfile::tempfile().unwrap());
         for count in [1, 3] {
-            let workers = Workers::new(count).unwrap();
+            let mut workers = Workers::new(count, Short::GoesOn).unwrap();
             for _ in 0..50 {
                 workers.push(request(&file, slice(&heap), Ask::Write));
             }
