@@ -146,9 +146,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         size: PageSize,
         invalidate: &mut impl FnMut(Span<I>),
     ) -> bool {
-        // Taken and not overwritten: the device may set its mark until then.
-        let take = |k| slots::clear_bits::<F, T>(&mut self.tables, table, k, u64::MAX >> (64 - 8 * F::ENTRY_BYTES));
-        let dirty = range.clone().map(take).fold(false, |dirty, old| dirty | is_dirty::<F>(old));
+        let dirty = slots::exchange::<F, T>(&mut self.tables, table, range.clone(), || 0);
         slots::clean::<F, T>(&mut self.tables, table, range);
         if let Some(span) = Span::new(I::new(at), size.bytes()) {
             invalidate(span);

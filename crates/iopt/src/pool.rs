@@ -272,6 +272,10 @@ impl<A: Address> Tables for &TablePool<'_, A> {
         self.words[self.first(table) + index].fetch_and(!bits, Ordering::AcqRel)
     }
 
+    fn exchange(&mut self, table: A, index: usize, entry: u64) -> u64 {
+        self.words[self.first(table) + index].swap(entry, Ordering::AcqRel)
+    }
+
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
@@ -360,6 +364,12 @@ macro_rules! words_of_pool {
             let $tables = self;
             let mut pool: &TablePool<'_, A> = $pool;
             pool.clear_bits(table, index, bits)
+        }
+
+        fn exchange(&mut self, table: A, index: usize, entry: u64) -> u64 {
+            let $tables = self;
+            let mut pool: &TablePool<'_, A> = $pool;
+            pool.exchange(table, index, entry)
         }
 
         #[inline]

@@ -137,6 +137,13 @@ pub trait Tables {
         word
     }
 
+    /// Replaces the word at `index` and gives what it was; atomic where [`clear_bits`](Self::clear_bits) is.
+    fn exchange(&mut self, table: Self::Addr, index: usize, entry: u64) -> u64 {
+        let word = self.load(table, index);
+        self.store(table, index, entry);
+        word
+    }
+
     /// The words of `range` were stored, and a device must see them before anything that is stored after this call.
     ///
     /// For a device whose walker does not snoop the caches: clean each cache line of the range once, and wait. Called

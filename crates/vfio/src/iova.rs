@@ -195,7 +195,7 @@ mod tests {
         iovas.free(whole);
     }
 
-    /// Groups come and go while IOVAs are allocated and freed. The model is a list of pages.
+    /// Groups come and go while IOVAs are allocated and freed. `DMALANE_IOVA_OPERATIONS` says how often.
     #[test]
     fn random_operations_agree_with_a_model() {
         let operations = std::env::var("DMALANE_IOVA_OPERATIONS").map_or(24_000, |n| n.parse().expect("a number"));
