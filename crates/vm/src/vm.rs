@@ -3,7 +3,7 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{Format, FormatId, Leaf, NamedAddr, PageTable, Run, Tables};
 
 use crate::facts::Facts;
@@ -748,7 +748,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Makes larger leaves within the span where bindings, by many requests perhaps, continue in the buffer object and
-    /// on the card, for whole tables at a time. Returns the number of tables that this freed. Bindings stay the same.
+    /// on the card: of whole tables, and of whole groups of entries in formats that have them. Returns the number of
+    /// tables that this freed. Bindings stay the same.
     ///
     /// `invalidate` is called once for each table that goes and each group of leaves that forms, while its addresses
     /// are not mapped, and returns when the device has forgotten them: the break-before-make order of the Arm
@@ -767,11 +768,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let (first, last) = pages_of::<F>(span);
         let Self { records, table, .. } = self;
-        let mut freed = 0;
-        records.join(first, last, &mut |first, last| {
-            let merged = table.merge(Self::span(first, last), &mut invalidate);
-            freed += merged.expect("whole pages within the VM");
-        });
+        records.join(first, last);
+        let larger = F::PAGE_SIZES.iter().nth(1).map_or(u64::MAX, PageSize::bytes);
+        let (mut freed, mut page) = (0, first);
+        while let Some((from, to, _)) = records.binding(page, last) {
+            let pages = Self::span(from.max(first), to.min(last));
+            if pages.len() >= larger {
+                freed += table.merge(pages, &mut invalidate).expect("whole pages within the VM");
+            }
+            page = to + 1;
+        }
         // Tables that were freed are there to be promised again, for splitting what they became.
         let tables = table.split_tables();
         if freed > 0 && !table.reserve(tables) {
@@ -795,22 +801,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.bindings_within(0, u64::MAX)
     }
 
-    /// Bindings of pages from `page` to `end`; what of the first lies before, and of the last behind, may be missing:
-    /// a binding may have millions of records.
+    /// Bindings of pages from `page` to `end`, as of [`Records::binding`].
     pub(crate) fn bindings_within(&self, mut page: u64, end: u64) -> impl Iterator<Item = Binding> {
         core::iter::from_fn(move || {
-            let extent = self.records.next(page).filter(|extent| extent.first <= end)?;
-            let first = extent.first;
-            page = first + extent.pages;
-            while page <= end
-                && let Some(next) = self.records.next(page)
-                && next.first == page
-                && next.record == extent.record.advance(page - first)
-                && !self.records.is_fence(page)
-            {
-                page += next.pages;
-            }
-            Some(self.binding(first, page - 1, extent.record))
+            let (first, last, record) = self.records.binding(page, end)?;
+            page = last + 1;
+            Some(self.binding(first, last, record))
         })
     }
 
