@@ -61,7 +61,7 @@ mod words;
 pub use error::{Error, NamedAddr};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
-pub use format::{Entry, Format, MAX_LEVELS, Register};
+pub use format::{Entry, Foreign, Format, MAX_LEVELS, Register};
 pub use formats::*;
 #[cfg(target_has_atomic = "64")]
 pub use pool::{LocalPool, TablePool};

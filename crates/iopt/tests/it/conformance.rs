@@ -507,6 +507,9 @@ fn refusals<F: Format>() {
     for at in [top, u64::MAX] {
         assert_eq!((table.lookup(Iova::new(at)), table.translate(Iova::new(at))), (None, None));
         assert_eq!(table.runs(span(at, 1)).count(), 0);
+        if F::WALK_BITS > F::INPUT_BITS {
+            continue;
+        }
         let fault = walk::<F>(table.root().bits(), at, |_| panic!("nothing to fetch")).unwrap_err();
         assert_eq!((fault.level, fault.kind), (0, FaultKind::OutOfRange));
     }
