@@ -57,6 +57,9 @@ struct dml_vm_config {
 	/* Called for each DML_PREFETCH once its array was applied. May be null. */
 	void (*prefetch)(void *user, uint64_t va, uint64_t len);
 	void *user;
+	/* 1: dml_vm_bind() replaces and splits mappings by break-before-make, as Arm asks for. `invalidate`, which must not
+	 * be null, is called while they are not mapped, and must not call this library then. Else 0. */
+	uint64_t break_before_make;
 };
 
 /* Flags of an operation: the access of the device, */

@@ -59,7 +59,7 @@ static void layout(void)
 {
 	CHECK(sizeof(struct dml_segment) == 16);
 	CHECK(sizeof(struct dml_range) == 32);
-	CHECK(sizeof(struct dml_vm_config) == 80);
+	CHECK(sizeof(struct dml_vm_config) == 88);
 	CHECK(sizeof(struct dml_vm_op) == 32);
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
@@ -176,6 +176,12 @@ static void agx(void)
 	CHECK(dml_vm_runs(vm, 0, K, runs, 8, &count) == -ENOENT && count == 0);
 }
 
+static void count(void *user, uint64_t va, uint64_t len)
+{
+	(void)va;
+	*(int *)user += len > 0;
+}
+
 static void x86(void)
 {
 	dml_device device;
@@ -195,6 +201,18 @@ static void x86(void)
 	CHECK(!dml_vm_bind(second, &op, sizeof op, 1));
 	CHECK(!dml_vm_lookup(vm, (1ull << 30) + (3 << 20), &leaf) && leaf.leaf == 2 << 20 && leaf.left == 1 << 20);
 	CHECK(!dml_vm_lookup(second, (1ull << 30) + 4096, &leaf) && leaf.leaf == 4096 && leaf.pa == 1ull << 30);
+	/* By break-before-make: the leaf while it is split, then the page. */
+	dml_vm third;
+	int broken = 0;
+	config.break_before_make = 2;
+	CHECK(dml_vm_create(device, &config, &third) == -EINVAL && says("EINVAL", "break_before_make"));
+	config.break_before_make = 1;
+	CHECK(dml_vm_create(device, &config, &third) == -EINVAL && says("EINVAL", "invalidate"));
+	config.invalidate = count, config.user = &broken;
+	struct dml_vm_op page = {.flags = DML_UNBIND, .range = 4096, .addr = (1ull << 30) + (1 << 20)};
+	op.addr -= 4096;
+	CHECK(!dml_vm_create(device, &config, &third) && !dml_vm_bind(third, &op, sizeof op, 1) && broken == 0);
+	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && broken == 2 && !dml_vm_destroy(third));
 	/* No tables for this one. */
 	op.flags = DML_REPEAT | DML_READ;
 	op.range = 1ull << 32;

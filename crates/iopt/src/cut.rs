@@ -138,13 +138,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Clears the entries of leaves or of a table, and has the device forget what they were. True when it has written
     /// through one of the leaves.
-    fn break_entries(
+    pub(crate) fn break_entries(
         &mut self,
         table: T::Addr,
         range: Range<usize>,
         at: u64,
         size: PageSize,
-        invalidate: &mut impl FnMut(Span<I>),
+        invalidate: &mut (impl FnMut(Span<I>) + ?Sized),
     ) -> bool {
         let dirty = slots::exchange::<F, T>(&mut self.tables, table, range.clone(), || 0);
         slots::clean::<F, T>(&mut self.tables, table, range);

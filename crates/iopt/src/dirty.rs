@@ -48,7 +48,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         self.check_span(span)?;
         let mut tables = Vec::new();
-        let (span, bytes) = self.unmap_all(span, Detach::Emptied, &mut tables, Some(&mut each))?;
+        let (span, bytes) = self.unmap_all(span, Detach::Emptied, &mut tables, Some(&mut each), None)?;
         Ok(FlushList { span, bytes, tables })
     }
 

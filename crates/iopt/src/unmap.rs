@@ -98,7 +98,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// Holes are skipped; [`FlushList::bytes`] says how much was mapped. A larger leaf that reaches across an end of
     /// the span is first split into a table of smaller ones. (The leaf is replaced by a table with one store. Where the
-    /// architecture wants break-before-make, the device must be quiet on that leaf.) Tables that become empty are
+    /// architecture wants break-before-make, [`cut`](Self::cut) at both ends first.) Tables that become empty are
     /// unlinked and handed out in the list; give it to [`free_tables`](Self::free_tables) after invalidation.
     ///
     /// What is left of a split leaf keeps its mark, and one that a device sets meanwhile; those of what goes are told by
@@ -130,14 +130,21 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`linked_tables`](Self::linked_tables): then this asks for no memory. Gives what [`FlushList::span`] and
     /// [`FlushList::bytes`] would be.
     ///
+    /// With `invalidate`, leaves that are split go by break-before-make, as in a [`cut`](Self::cut).
+    ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
     #[inline]
-    pub fn clear_into(&mut self, span: Span<I>, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
+    pub fn clear_into(
+        &mut self,
+        span: Span<I>,
+        tables: &mut Vec<T::Addr>,
+        invalidate: Option<&mut dyn FnMut(Span<I>)>,
+    ) -> Result<(Span<I>, u64), Error> {
         if self.clear_one(span, Detach::Covered) {
             return Ok((span, F::GRANULE.bytes()));
         }
-        self.unmap_more(span, Detach::Covered, tables)
+        self.unmap_more(span, Detach::Covered, tables, invalidate)
     }
 
     /// Unmaps the page at `at` if a leaf of its own maps it, and gives true; otherwise changes nothing. No table is
@@ -184,7 +191,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return Ok(FlushList { span, bytes: F::GRANULE.bytes(), tables: Vec::new() });
         }
         let mut tables = Vec::new();
-        let (span, bytes) = self.unmap_more(span, detach, &mut tables)?;
+        let (span, bytes) = self.unmap_more(span, detach, &mut tables, None)?;
         Ok(FlushList { span, bytes, tables })
     }
 
@@ -251,11 +258,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         span: Span<I>,
         detach: Detach,
         tables: &mut Vec<T::Addr>,
+        invalidate: Option<&mut dyn FnMut(Span<I>)>,
     ) -> Result<(Span<I>, u64), Error> {
         let (first, last) = self.check_span(span)?;
         match self.clear_pages(first, last, detach) {
             Some(bytes) => Ok((span, bytes)),
-            None => self.unmap_all(span, detach, tables, None),
+            None => self.unmap_all(span, detach, tables, None, invalidate),
         }
     }
 
@@ -314,6 +322,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         detach: Detach,
         tables: &mut Vec<T::Addr>,
         dirty: Dirty<'_, I, O>,
+        mut invalidate: Option<&mut dyn FnMut(Span<I>)>,
     ) -> Result<(Span<I>, u64), Error> {
         let (first, last) = (span.first().bits(), span.last().bits());
         let cuts = [self.find_cut(first), self.find_cut(last + 1)];
@@ -324,7 +333,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let mask = cut.size - 1;
             flush_first = flush_first.min(cut.at & !mask);
             flush_last = flush_last.max(cut.at | mask);
-            self.split(cut.at, &mut spare, |_, _| false);
+            self.split(cut.at, &mut spare, |table, leaf| match &mut invalidate {
+                Some(invalidate) => table.break_entries(leaf.table, leaf.entries, leaf.at, leaf.size, *invalidate),
+                None => false,
+            });
         }
         let before = tables.len();
         let bytes = self.clear_span(first, last, detach, tables, dirty);

@@ -98,15 +98,18 @@ fn walk_privileged_to<F: Format>(
     if F::WALK_BITS < 64 && at >> F::WALK_BITS != 0 {
         return fault(0, FaultKind::OutOfRange);
     }
-    let (mut above, mut tables) = ([0; MAX_LEVELS], 0);
-    let (mut table, mut level) = (root, 0);
-    while level < F::LEVELS {
+    let mut above = [0; MAX_LEVELS];
+    let (mut table, mut skip_to) = (root, 0);
+    for level in 0..F::LEVELS {
+        if level < skip_to {
+            continue;
+        }
         let i = if level == 0 { (at >> shift::<F>(0)) as usize } else { index::<F>(at, level) };
         let address = table.checked_add(i as u64 * F::ENTRY_BYTES);
         let Some(entry) = address.and_then(|a| slots::fetch::<F>(a, &mut load)) else {
             return fault(level, FaultKind::BadTable);
         };
-        let limited = || above[..tables].iter().fold(entry, |leaf, table| F::inherit(*table, leaf));
+        let limited = || above[..level as usize].iter().fold(entry, |leaf, table| F::inherit(*table, leaf));
         match F::decode(level, entry) {
             Entry::Invalid => match F::foreign(level, entry) {
                 None if F::is_present(entry) => return fault(level, FaultKind::NotUnderstood),
@@ -116,8 +119,8 @@ fn walk_privileged_to<F: Format>(
                     if at & between != 0 {
                         return fault(level, FaultKind::NotPresent);
                     }
-                    (above[tables], tables) = (entry, tables + 1);
-                    (table, level) = (next, to);
+                    above[level as usize..to as usize].fill(entry); // its limits once or more are the same
+                    (table, skip_to) = (next, to);
                 }
                 Some(Foreign::Leaf { .. }) => {
                     let limited = limited();
@@ -128,8 +131,8 @@ fn walk_privileged_to<F: Format>(
                 }
             },
             Entry::Table(next) => {
-                (above[tables], tables) = (entry, tables + 1);
-                (table, level) = (next, level + 1);
+                above[level as usize] = entry;
+                table = next;
             }
             Entry::Leaf { .. } => {
                 let limited = limited();

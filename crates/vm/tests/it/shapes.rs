@@ -387,14 +387,14 @@ fn a_split_group_heals() {
             let done = vm.apply(vec![request], false).unwrap();
             vm.invalidated(done);
         }
-        let size = |vm: &Box<dyn AnyVm + Send>, n| vm.lookup(va(n, 0)).unwrap().size;
-        assert_eq!([0, 1, 2, 3].map(|n| size(&vm, n) == group), [true, false, true, false], "{format}");
+        let size = |vm: &dyn AnyVm, n| vm.lookup(va(n, 0)).unwrap().size;
+        assert_eq!([0, 1, 2, 3].map(|n| size(&*vm, n) == group), [true, false, true, false], "{format}");
         let bindings = vm.binding_count();
         let mut gone = Vec::new();
         let within = Span::new(va(0, 1), 4 * group.bytes() - page).unwrap();
         assert_eq!(vm.merge(within, &mut |span| gone.push(span)), Ok(0), "no table goes");
         assert_eq!(gone, [Span::new(va(1, 0), group.bytes()).unwrap()], "{format}");
-        assert_eq!([0, 1, 2, 3].map(|n| size(&vm, n) == group), [true, true, true, false], "{format}");
+        assert_eq!([0, 1, 2, 3].map(|n| size(&*vm, n) == group), [true, true, true, false], "{format}");
         assert_eq!(vm.binding_count(), bindings);
     }
 }
