@@ -145,7 +145,7 @@ static void agx(void)
 	bad[1].addr = UINT64_MAX - K + 1;
 	bad[1].range = 2 * K;
 	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EOVERFLOW);
-	bad[1].flags = 8;
+	bad[1].flags = 64;
 	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EINVAL && says("EINVAL", "flags"));
 	/* Longer operations of a later version: fine as long as what is new is 0. */
 	struct { struct dml_vm_op op; uint64_t more; } longer[2] = {{ops[3], 0}, {ops[3], 7}};
@@ -193,7 +193,7 @@ static void x86(void)
 	struct dml_leaf leaf;
 	CHECK(!dml_device_create(&device));
 	CHECK(!dml_bo_create(device, segments, 1, &bo));
-	CHECK(!dml_vm_create(device, &config, &vm) && !dml_vm_create(device, &config, &second) && vm != second);
+	CHECK(bo == 1 && !dml_vm_create(device, &config, &vm) && !dml_vm_create(device, &config, &second) && vm != second);
 	struct dml_vm_op op = {.flags = DML_BIND | DML_READ | DML_WRITE, .handle = bo, .range = 4 << 20, .addr = 1ull << 30};
 	/* A huge leaf in one, small ones in the other. */
 	CHECK(!dml_vm_bind(vm, &op, sizeof op, 1));
@@ -212,7 +212,10 @@ static void x86(void)
 	struct dml_vm_op page = {.flags = DML_UNBIND, .range = 4096, .addr = (1ull << 30) + (1 << 20)};
 	op.addr -= 4096;
 	CHECK(!dml_vm_create(device, &config, &third) && !dml_vm_bind(third, &op, sizeof op, 1) && broken == 0);
-	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && broken == 2 && !dml_vm_destroy(third));
+	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && broken == 2);
+	page.flags = DML_BIND | DML_READ | DML_PRIVILEGED | DML_MMIO, page.handle = bo;
+	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && !dml_vm_lookup(third, page.addr, &leaf));
+	CHECK(leaf.access == (DML_READ | DML_PRIVILEGED | DML_MMIO) && !dml_vm_destroy(third));
 	/* No tables for this one. */
 	op.flags = DML_REPEAT | DML_READ;
 	op.range = 1ull << 32;
