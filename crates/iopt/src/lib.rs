@@ -6,8 +6,8 @@
 //!
 //! Beyond that: [`map_through`](PageTable::map_through) maps what another table translates, [`cut`](PageTable::cut) and
 //! [`merge`](PageTable::merge) change the size of leaves under a running device, [`take_dirty`](PageTable::take_dirty)
-//! and [`unmap_dirty`](PageTable::unmap_dirty) say what it wrote. [`HeapTables`] is memory for one owner; with a [`TablePool`], threads share a tree without a
-//! lock.
+//! and [`unmap_dirty`](PageTable::unmap_dirty) say what it wrote. [`HeapTables`] is memory for one owner; with a
+//! [`TablePool`], threads share a tree without a lock.
 //!
 //! ```
 //! use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};

@@ -101,8 +101,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// architecture wants break-before-make, [`cut`](Self::cut) at both ends first.) Tables that become empty are
     /// unlinked and handed out in the list; give it to [`free_tables`](Self::free_tables) after invalidation.
     ///
-    /// What is left of a split leaf keeps its mark, and one that a device sets meanwhile; those of what goes are told by
-    /// [`unmap_dirty`](Self::unmap_dirty) alone.
+    /// What is left of a split leaf keeps its mark, and one that a device sets meanwhile; those of what goes are told
+    /// by [`unmap_dirty`](Self::unmap_dirty) alone.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to

@@ -48,8 +48,8 @@ impl Handles {
         Self::default()
     }
 
-    /// A handle for the buffer object. `None` when there are 2^20 - 1 at once (or none is left that was never given), or
-    /// no memory.
+    /// A handle for the buffer object. `None` when there are 2^20 - 1 at once (or none is left that was never given),
+    /// or no memory.
     pub fn insert(&mut self, bo: Arc<Bo>) -> Option<u32> {
         self.insert_with(|_| bo)
     }

@@ -28,8 +28,9 @@ use crate::{Entry, Foreign, Format, Register};
 ///
 /// All 16 entries of a group are the same. A table of the last level is level 1 in the specification. Three things that
 /// it allows are not written, and are read by [`walk`](crate::walk()) alone: entries that skip levels, leaves of all
-/// other powers of two (as Linux writes them), and the 64th bit of an input address. A walker combines the rights of all levels; table entries here grant both. Write-only leaves exist;
-/// [`Access::EXEC`] is not supported, nor are privileged accesses or kinds of memory.
+/// other powers of two (as Linux writes them), and the 64th bit of an input address. A walker combines the rights of
+/// all levels; table entries here grant both. Write-only leaves exist; [`Access::EXEC`] is not supported, nor are
+/// privileged accesses or kinds of memory.
 ///
 /// Settings beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR
 /// and IW; the domain number in bits 79:64 to be added.
