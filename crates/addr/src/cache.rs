@@ -123,6 +123,14 @@ impl<A: Address> RangeCache<A> {
         result.map(|()| Lease(span))
     }
 
+    /// Takes what is free of the pages that the span touches.
+    ///
+    /// As [`RangeAllocator::exclude`].
+    pub fn exclude(&mut self, span: Span<A>) -> impl Iterator<Item = Lease<A>> + use<A> {
+        self.empty();
+        self.inner.exclude(span).into_iter().map(Lease)
+    }
+
     /// Frees a range. The lease must be from this cache.
     #[inline]
     pub fn free(&mut self, lease: Lease<A>) {

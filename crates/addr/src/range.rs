@@ -185,6 +185,21 @@ impl<A: Address> RangeAllocator<A> {
         }
     }
 
+    /// Allocates what is free of the pages that the span touches, and gives it: for a reserved range that may lie
+    /// partly outside, start or end within a page, or overlap another one.
+    pub fn exclude(&mut self, span: Span<A>) -> Vec<Span<A>> {
+        let (first, last) = (span.first().align_down(self.page), span.last().bits() | (self.page.bytes() - 1));
+        let mut excluded = Vec::new();
+        while let Some((&hole, &end)) = self.free.range(..=A::new(last)).next_back()
+            && end >= first
+            && let Some(part) = Span::inclusive(hole.max(first), end.min(A::new(last)))
+        {
+            self.carve(hole, part);
+            excluded.push(part);
+        }
+        excluded
+    }
+
     /// Frees a span, which may be part of an allocation or cover several.
     ///
     /// # Errors
@@ -331,6 +346,21 @@ mod tests {
         assert_eq!(RangeAllocator::new(odd, PageSize::SIZE_4K).free_bytes(), 2 * P);
         let none = Span::new(Iova::new(1), 17).unwrap();
         assert_eq!(RangeAllocator::new(none, PageSize::SIZE_4K).free_bytes(), 0);
+    }
+
+    #[test]
+    fn excludes_what_is_free_of_every_page_touched() {
+        let mut a = fresh();
+        a.reserve(span(3, 2)).unwrap();
+        let some = |first, last| Span::inclusive(Iova::new(first), Iova::new(last)).unwrap();
+        assert_eq!(a.exclude(some(2 * P + 5, 5 * P)), [span(5, 1), span(2, 1)], "part of a page is a page");
+        assert_eq!(a.exclude(some(2 * P, 5 * P)), []);
+        assert_eq!(a.exclude(some((PAGES - 1) * P + 1, u64::MAX)), [span(PAGES - 1, 1)], "clipped");
+        assert_eq!(a.exclude(some(PAGES * P, u64::MAX)), [], "outside");
+        assert_eq!(a.free_bytes(), (PAGES - 5) * P);
+        let top = Span::inclusive(Iova::new(P), Iova::new(u64::MAX)).unwrap();
+        let mut a = RangeAllocator::new(top, PageSize::SIZE_4K);
+        assert_eq!(a.exclude(some(0, u64::MAX - 1)), [top]);
     }
 
     #[derive(Clone, Debug)]

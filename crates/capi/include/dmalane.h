@@ -57,12 +57,18 @@ struct dml_vm_config {
 	/* Called for each DML_PREFETCH once its array was applied. May be null. */
 	void (*prefetch)(void *user, uint64_t va, uint64_t len);
 	void *user;
+	/* 1: dml_vm_bind() replaces and splits mappings by break-before-make, as Arm asks for. `invalidate`, which must not
+	 * be null, is called while they are not mapped, and must not call this library then. Else 0. */
+	uint64_t break_before_make;
 };
 
 /* Flags of an operation: the access of the device, */
 #define DML_READ (1u << 0)
 #define DML_WRITE (1u << 1)
 #define DML_EXEC (1u << 2)
+#define DML_PRIVILEGED (1u << 3) /* privileged accesses only */
+#define DML_UNCACHED (1u << 4)   /* ordinary memory that is not cached */
+#define DML_MMIO (1u << 5)       /* registers: not cached, not merged, not reordered */
 /* one of these kinds, */
 #define DML_BIND (0u << 8)
 #define DML_UNBIND (1u << 8)
@@ -87,7 +93,7 @@ struct dml_leaf {
 	uint64_t pa;
 	uint64_t left; /* bytes from there to the end of the leaf */
 	uint64_t leaf; /* size of the leaf */
-	uint32_t access; /* DML_READ, DML_WRITE, DML_EXEC */
+	uint32_t access; /* DML_READ to DML_MMIO */
 	uint32_t zero;
 };
 
@@ -100,7 +106,7 @@ struct dml_run {
 	uint64_t leaf; /* size of the leaves */
 	uint64_t repeat; /* bytes that repeat, or 0 */
 	uint32_t handle; /* of the buffer object; 0 for a null range */
-	uint32_t access; /* DML_READ, DML_WRITE, DML_EXEC */
+	uint32_t access; /* DML_READ to DML_MMIO */
 };
 
 uint32_t dml_abi_version(void);
@@ -113,7 +119,7 @@ int32_t dml_device_create(dml_device *device);
 /* VMs of the device exist until they are destroyed. */
 int32_t dml_device_destroy(dml_device device);
 
-/* Handles are never reused. */
+/* Handles start at 1 and are never reused. */
 int32_t dml_bo_create(dml_device device, const struct dml_segment *segments, size_t count, uint32_t *handle);
 /* The buffer object exists while it is bound. */
 int32_t dml_bo_destroy(dml_device device, uint32_t handle);

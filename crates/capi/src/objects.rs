@@ -210,14 +210,22 @@ fn span(va: u64, len: u64, errno: Errno) -> Result<Span<DeviceVa>, Refused> {
 
 /// Makes an empty VM of the format of this name.
 pub(crate) fn create_vm(device: u64, format: &str, config: &DmlVmConfig, tell: Callbacks) -> Result<u64, Refused> {
-    let DmlVmConfig { va, len, reserved_va, reserved_len, table_limit, .. } = *config;
+    let DmlVmConfig { va, len, reserved_va, reserved_len, table_limit, break_before_make, .. } = *config;
     let device = lock(&DEVICES).get(device, "device")?;
     let span = |va, len| span(va, len, Errno::Overflow);
     let range = span(va, len)?;
     let reserved = if (reserved_va, reserved_len) == (0, 0) { None } else { Some(span(reserved_va, reserved_len)?) };
     let format: FormatId = format.parse().map_err(|e: UnknownFormat| Refused::new(Errno::Inval, e))?;
     let limit = if table_limit == 0 { usize::MAX } else { usize::try_from(table_limit).unwrap_or(usize::MAX) };
-    let vm = any_vm(format, range, reserved, HeapTables::with_limit(CardAddr::new(0), limit))?;
+    let mut vm = any_vm(format, range, reserved, HeapTables::with_limit(CardAddr::new(0), limit))?;
+    match (break_before_make, tell.invalidate.clone()) {
+        (0, _) => {}
+        (1, Some(invalidate)) => {
+            vm.break_before_make(Some(Box::new(move |span| invalidate(span.first(), span.len()))));
+        }
+        (1, None) => return Err(Refused::new(Errno::Inval, "break-before-make without `invalidate`")),
+        (other, _) => return Err(Refused::new(Errno::Inval, format_args!("break_before_make is {other}, not 0 or 1"))),
+    }
     Ok(lock(&VMS).add(OneVm { device, vm: Mutex::new(vm), tell }))
 }
 

@@ -45,6 +45,8 @@ pub struct DmlVmConfig {
     pub prefetch: Option<Function>,
     /// First argument of both callbacks.
     pub user: *mut c_void,
+    /// 1 for break-before-make, else 0.
+    pub break_before_make: u64,
 }
 
 /// `struct dml_leaf`.

@@ -59,7 +59,7 @@ static void layout(void)
 {
 	CHECK(sizeof(struct dml_segment) == 16);
 	CHECK(sizeof(struct dml_range) == 32);
-	CHECK(sizeof(struct dml_vm_config) == 80);
+	CHECK(sizeof(struct dml_vm_config) == 88);
 	CHECK(sizeof(struct dml_vm_op) == 32);
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
@@ -145,7 +145,7 @@ static void agx(void)
 	bad[1].addr = UINT64_MAX - K + 1;
 	bad[1].range = 2 * K;
 	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EOVERFLOW);
-	bad[1].flags = 8;
+	bad[1].flags = 64;
 	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EINVAL && says("EINVAL", "flags"));
 	/* Longer operations of a later version: fine as long as what is new is 0. */
 	struct { struct dml_vm_op op; uint64_t more; } longer[2] = {{ops[3], 0}, {ops[3], 7}};
@@ -176,6 +176,12 @@ static void agx(void)
 	CHECK(dml_vm_runs(vm, 0, K, runs, 8, &count) == -ENOENT && count == 0);
 }
 
+static void count(void *user, uint64_t va, uint64_t len)
+{
+	(void)va;
+	*(int *)user += len > 0;
+}
+
 static void x86(void)
 {
 	dml_device device;
@@ -187,7 +193,7 @@ static void x86(void)
 	struct dml_leaf leaf;
 	CHECK(!dml_device_create(&device));
 	CHECK(!dml_bo_create(device, segments, 1, &bo));
-	CHECK(!dml_vm_create(device, &config, &vm) && !dml_vm_create(device, &config, &second) && vm != second);
+	CHECK(bo == 1 && !dml_vm_create(device, &config, &vm) && !dml_vm_create(device, &config, &second) && vm != second);
 	struct dml_vm_op op = {.flags = DML_BIND | DML_READ | DML_WRITE, .handle = bo, .range = 4 << 20, .addr = 1ull << 30};
 	/* A huge leaf in one, small ones in the other. */
 	CHECK(!dml_vm_bind(vm, &op, sizeof op, 1));
@@ -195,6 +201,21 @@ static void x86(void)
 	CHECK(!dml_vm_bind(second, &op, sizeof op, 1));
 	CHECK(!dml_vm_lookup(vm, (1ull << 30) + (3 << 20), &leaf) && leaf.leaf == 2 << 20 && leaf.left == 1 << 20);
 	CHECK(!dml_vm_lookup(second, (1ull << 30) + 4096, &leaf) && leaf.leaf == 4096 && leaf.pa == 1ull << 30);
+	/* By break-before-make: the leaf while it is split, then the page. */
+	dml_vm third;
+	int broken = 0;
+	config.break_before_make = 2;
+	CHECK(dml_vm_create(device, &config, &third) == -EINVAL && says("EINVAL", "break_before_make"));
+	config.break_before_make = 1;
+	CHECK(dml_vm_create(device, &config, &third) == -EINVAL && says("EINVAL", "invalidate"));
+	config.invalidate = count, config.user = &broken;
+	struct dml_vm_op page = {.flags = DML_UNBIND, .range = 4096, .addr = (1ull << 30) + (1 << 20)};
+	op.addr -= 4096;
+	CHECK(!dml_vm_create(device, &config, &third) && !dml_vm_bind(third, &op, sizeof op, 1) && broken == 0);
+	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && broken == 2);
+	page.flags = DML_BIND | DML_READ | DML_PRIVILEGED | DML_MMIO, page.handle = bo;
+	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && !dml_vm_lookup(third, page.addr, &leaf));
+	CHECK(leaf.access == (DML_READ | DML_PRIVILEGED | DML_MMIO) && !dml_vm_destroy(third));
 	/* No tables for this one. */
 	op.flags = DML_REPEAT | DML_READ;
 	op.range = 1ull << 32;

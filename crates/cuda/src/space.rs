@@ -64,7 +64,7 @@ impl MapSpace {
         let mut pages = BTreeMap::new();
         for request in requests {
             match request {
-                BindRequest::Bind { va, bo, offset, len, access } => {
+                BindRequest::Bind { va, bo, offset, len, access } if *access == access.rights() => {
                     let (window, end) = (self.window(*va, *len)?, offset.checked_add(*len));
                     let memory = end.and_then(|end| bo.sg().pages(*offset..end, self.page));
                     let memory = memory.ok_or_else(|| self.not_pages(*va, *len))?;
@@ -80,7 +80,11 @@ impl MapSpace {
                     pages.extend(each(span.first(), span.len()).map(gone));
                 }
                 BindRequest::Prefetch(_) => {}
-                _ => return Err(SpaceError::Refused(Error::Unsupported("null pages, or pages that repeat").into())),
+                _ => {
+                    return Err(SpaceError::Refused(
+                        Error::Unsupported("null pages, pages that repeat, or attributes").into(),
+                    ));
+                }
             }
         }
         Ok(pages.into_values().collect())

@@ -138,17 +138,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Clears the entries of leaves or of a table, and has the device forget what they were. True when it has written
     /// through one of the leaves.
-    fn break_entries(
+    pub(crate) fn break_entries(
         &mut self,
         table: T::Addr,
         range: Range<usize>,
         at: u64,
         size: PageSize,
-        invalidate: &mut impl FnMut(Span<I>),
+        invalidate: &mut (impl FnMut(Span<I>) + ?Sized),
     ) -> bool {
-        // Taken and not overwritten: the device may set its mark until then.
-        let take = |k| slots::clear_bits::<F, T>(&mut self.tables, table, k, u64::MAX >> (64 - 8 * F::ENTRY_BYTES));
-        let dirty = range.clone().map(take).fold(false, |dirty, old| dirty | is_dirty::<F>(old));
+        let dirty = slots::exchange::<F, T>(&mut self.tables, table, range.clone(), || 0);
         slots::clean::<F, T>(&mut self.tables, table, range);
         if let Some(span) = Span::new(I::new(at), size.bytes()) {
             invalidate(span);

@@ -1,9 +1,13 @@
 //! Which pages a device has written to.
 
+use alloc::vec::Vec;
+use core::ops::Range;
+
 use dmalane_addr::{Address, Span};
 
 use crate::format::{Kind, index, is_dirty, marked, page_size};
-use crate::{Entry, Error, Format, Leaf, PageTable, Tables, slots};
+use crate::unmap::Detach;
+use crate::{Entry, Error, FlushList, Format, Leaf, PageTable, Tables, slots};
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Calls `each` for every leaf in the span that a device has written to since the last call, and marks it as not
@@ -25,6 +29,29 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(self.dirty_below(self.root, self.root_level(), (first, last), &mut each))
     }
 
+    /// As [`unmap`](Self::unmap), and calls `each` for every leaf that it takes away, or part of a split one, that a
+    /// device has written to since the last [`take_dirty`](Self::take_dirty): as VFIO's unmap with a dirty bitmap.
+    ///
+    /// Each entry is taken by an atomic exchange, so that no mark is lost that the device sets meanwhile; an unmap that
+    /// does not report marks is faster. Afterwards invalidate [`FlushList::span`] before the pages are read: until then
+    /// the device may write to those that were reported.
+    ///
+    /// # Errors
+    /// As `unmap`; [`Error::NoDirtyBit`].
+    pub fn unmap_dirty(
+        &mut self,
+        span: Span<I>,
+        mut each: impl FnMut(Leaf<I, O>),
+    ) -> Result<FlushList<I, T::Addr>, Error> {
+        if F::DIRTY == 0 {
+            return Err(Error::NoDirtyBit { format: F::NAME });
+        }
+        self.check_span(span)?;
+        let mut tables = Vec::new();
+        let (span, bytes) = self.unmap_all(span, Detach::Emptied, &mut tables, Some(&mut each), None)?;
+        Ok(FlushList { span, bytes, tables })
+    }
+
     fn dirty_below(
         &mut self,
         table: T::Addr,
@@ -35,36 +62,44 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let size = page_size::<F>(level);
         let mut count = 0;
         let mut at = first;
-        for k in index::<F>(first, level)..=index::<F>(last, level) {
+        let begin = index::<F>(first, level);
+        for k in begin..=index::<F>(last, level) {
             let entry_last = (at | (size.bytes() - 1)).min(last);
             let entry = self.load(table, k);
             match F::decode(level, entry) {
                 Entry::Invalid => {}
                 Entry::Table(next) => count += self.dirty_below(T::Addr::new(next), level + 1, (at, entry_last), each),
-                Entry::Leaf { out, access } if is_dirty::<F>(entry) => {
-                    // A mark on one entry of a group covers all of it.
+                Entry::Leaf { out, access } => {
+                    // A mark on one entry of a group covers all of it, be the entry within the span or not.
                     let kind = Kind::of::<F>(level, entry);
                     let start = k & !(kind.entries::<F>() - 1);
-                    for i in start..start + kind.entries::<F>() {
-                        if F::DIRTY_IS_CLEAR {
-                            let entry = self.load(table, i);
-                            if is_dirty::<F>(entry) {
-                                // No device writes to it in between: its mark is there already.
-                                slots::write::<F, T>(&mut self.tables, table, i, marked::<F>(entry, false));
-                            }
-                        } else {
-                            slots::clear_bits::<F, T>(&mut self.tables, table, i, F::DIRTY);
-                        }
+                    let group = start..start + kind.entries::<F>();
+                    if k == start.max(begin) && group.clone().any(|i| is_dirty::<F>(self.load(table, i))) {
+                        self.clear_marks(table, group);
+                        let size = kind.size::<F>();
+                        each(Leaf { at: I::new(at).align_down(size), to: O::new(out), size, access });
+                        count += 1;
                     }
-                    slots::clean::<F, T>(&mut self.tables, table, start..start + kind.entries::<F>());
-                    let size = kind.size::<F>();
-                    each(Leaf { at: I::new(at).align_down(size), to: O::new(out), size, access });
-                    count += 1;
                 }
-                Entry::Leaf { .. } => {}
             }
             at = entry_last.wrapping_add(1);
         }
         count
+    }
+
+    /// Marks the entries of a leaf as not written.
+    fn clear_marks(&mut self, table: T::Addr, entries: Range<usize>) {
+        for i in entries.clone() {
+            if F::DIRTY_IS_CLEAR {
+                let entry = self.load(table, i);
+                if is_dirty::<F>(entry) {
+                    // No device writes to it in between: its mark is there already.
+                    slots::write::<F, T>(&mut self.tables, table, i, marked::<F>(entry, false));
+                }
+            } else {
+                slots::clear_bits::<F, T>(&mut self.tables, table, i, F::DIRTY);
+            }
+        }
+        slots::clean::<F, T>(&mut self.tables, table, entries);
     }
 }

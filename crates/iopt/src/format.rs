@@ -40,6 +40,27 @@ pub enum Entry {
     },
 }
 
+/// An entry that a device understands and [`Format::decode`] does not: tables of others have it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Foreign {
+    /// A table that is not on the next level but on this one. The address bits of the levels between must be zero.
+    Table {
+        /// Its address.
+        next: u64,
+        /// Its level, below that of the entry.
+        level: u32,
+    },
+    /// A leaf of a size that is not one of [`Format::PAGE_SIZES`].
+    Leaf {
+        /// Output address of the first byte.
+        out: u64,
+        /// Its size.
+        size: PageSize,
+        /// As of [`Entry::Leaf`].
+        access: Access,
+    },
+}
+
 /// A page-table format: the geometry of the tree and the bits of an entry. It knows nothing of walking.
 ///
 /// Levels are numbered from the root, which is level 0 whatever the architecture calls it. The all-zero entry is
@@ -126,6 +147,24 @@ pub trait Format: Copy + Debug + 'static {
     /// Decodes an entry found at `level`; defined for every bit pattern. At the last level it never returns
     /// [`Entry::Table`]. For an entry of a group, `out` is where the group starts.
     fn decode(level: u32, entry: u64) -> Entry;
+
+    /// Bits of an input address that [`walk`](crate::walk()) takes: more than [`INPUT_BITS`](Self::INPUT_BITS) where
+    /// tables of others have them. They choose an entry of the root.
+    const WALK_BITS: u32 = Self::INPUT_BITS;
+
+    /// What an entry is that [`decode`](Self::decode) calls invalid, in tables of others: [`walk`](crate::walk()) goes
+    /// on with it, a page table does not.
+    #[inline]
+    fn foreign(level: u32, entry: u64) -> Option<Foreign> {
+        let _ = (level, entry);
+        None
+    }
+
+    /// True for an entry that a device takes for valid before it looks at the rest.
+    #[inline]
+    fn is_present(entry: u64) -> bool {
+        entry & Self::VALID != 0
+    }
 
     /// True when a leaf found at `level` is part of a group.
     #[inline]

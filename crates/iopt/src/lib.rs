@@ -6,8 +6,8 @@
 //!
 //! Beyond that: [`map_through`](PageTable::map_through) maps what another table translates, [`cut`](PageTable::cut) and
 //! [`merge`](PageTable::merge) change the size of leaves under a running device, [`take_dirty`](PageTable::take_dirty)
-//! says what it wrote. [`HeapTables`] is memory for one owner; with a [`TablePool`], threads share a tree without a
-//! lock.
+//! and [`unmap_dirty`](PageTable::unmap_dirty) say what it wrote. [`HeapTables`] is memory for one owner; with a
+//! [`TablePool`], threads share a tree without a lock.
 //!
 //! ```
 //! use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
@@ -61,7 +61,7 @@ mod words;
 pub use error::{Error, NamedAddr};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
-pub use format::{Entry, Format, MAX_LEVELS, Register};
+pub use format::{Entry, Foreign, Format, MAX_LEVELS, Register};
 pub use formats::*;
 #[cfg(target_has_atomic = "64")]
 pub use pool::{LocalPool, TablePool};

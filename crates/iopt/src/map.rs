@@ -195,7 +195,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps pages over what is mapped there, in one table of the last level: up to so many from `at` on, to the pages
     /// of the segments. An entry that was valid is replaced by one store, with no invalid one between (no Arm
     /// break-before-make); the device may remember it until it has invalidated the span. Gives the number of pages
-    /// written, and of those among them that were mapped before.
+    /// written, and of those among them that were mapped before. Their marks go with them
+    /// ([`unmap_dirty`](Self::unmap_dirty) first tells of them).
     ///
     /// Stops at the end of the table and at a segment that cannot be mapped. Does nothing where there is no table, nor
     /// for formats with groups: [`clear`](Self::clear) and [`map_sg`](Self::map_sg) of the rest do it, or say why not.
@@ -648,7 +649,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget(self.root_level());
         if next > first {
-            self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new());
+            self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new(), None);
         }
         while let Some(made) = self.made.pop() {
             let (at, level) = (made & !(F::GRANULE.bytes() - 1), made as u32 & (F::GRANULE.bytes() - 1) as u32);

@@ -41,6 +41,7 @@ pub struct TablePool<'m, A> {
     base: A,
     shape: TableShape,
     words: &'m [AtomicU64],
+    limit: usize,
     counters: Counters,
 }
 
@@ -58,11 +59,14 @@ struct Counters {
 
 impl<'m, A: Address> TablePool<'m, A> {
     /// Tables for format `F` in `words`, which a device finds at `base`. The content of the words does not matter.
-    /// Memory from 2^32 - 1 tables up is not used.
+    /// Memory from 2^32 - 1 tables up is not used, nor is any at addresses that no entry can name.
     pub fn new<F: Format>(base: A, words: &'m [AtomicU64]) -> Self {
         let shape = TableShape::of::<F>();
         let counters = Counters { fresh: AtomicUsize::new(0), freed: AtomicU64::new(0), in_use: AtomicUsize::new(0) };
-        Self { base, shape, words, counters }
+        let bytes = shape.table.bytes();
+        let room = (shape.last + 1).saturating_sub(base.bits()) / bytes;
+        let limit = (words.len() as u64 * 8 / bytes).min(room).min(u64::from(u32::MAX) - 1) as usize;
+        Self { base, shape, words, limit, counters }
     }
 
     /// An empty [`LocalPool`] that keeps up to `keep` tables.
@@ -77,7 +81,7 @@ impl<'m, A: Address> TablePool<'m, A> {
 
     /// Tables that fit in all.
     pub fn limit(&self) -> usize {
-        (self.words.len() / self.table_words()).min(u32::MAX as usize - 1)
+        self.limit
     }
 
     /// The word at byte address `at`, for [`walk`](crate::walk()); `None` outside of the pool or when the address is
@@ -272,6 +276,10 @@ impl<A: Address> Tables for &TablePool<'_, A> {
         self.words[self.first(table) + index].fetch_and(!bits, Ordering::AcqRel)
     }
 
+    fn exchange(&mut self, table: A, index: usize, entry: u64) -> u64 {
+        self.words[self.first(table) + index].swap(entry, Ordering::AcqRel)
+    }
+
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
@@ -360,6 +368,12 @@ macro_rules! words_of_pool {
             let $tables = self;
             let mut pool: &TablePool<'_, A> = $pool;
             pool.clear_bits(table, index, bits)
+        }
+
+        fn exchange(&mut self, table: A, index: usize, entry: u64) -> u64 {
+            let $tables = self;
+            let mut pool: &TablePool<'_, A> = $pool;
+            pool.exchange(table, index, entry)
         }
 
         #[inline]

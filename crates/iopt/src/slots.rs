@@ -6,6 +6,7 @@
 use core::ops::Range;
 
 use crate::chunks::in_chunks;
+use crate::format::is_dirty;
 use crate::{Format, Tables};
 
 /// Which bits of which word an entry is, for formats with 4-byte entries.
@@ -78,6 +79,29 @@ pub(crate) fn clear_bits<F: Format, T: Tables>(tables: &mut T, table: T::Addr, i
     }
     let (word, shift) = half(index);
     tables.clear_bits(table, word, bits << shift) >> shift & u64::from(u32::MAX)
+}
+
+/// Replaces entries from the start of a range on, which will be cleaned together: each of them is taken at once, with
+/// the mark that a device may set until then. True when it has written through one of the old leaves.
+#[inline]
+pub(crate) fn exchange<F: Format, T: Tables>(
+    tables: &mut T,
+    table: T::Addr,
+    range: Range<usize>,
+    mut new: impl FnMut() -> u64,
+) -> bool {
+    let mut dirty = false;
+    for index in range {
+        let entry = new();
+        if F::DIRTY == 0 {
+            write::<F, T>(tables, table, index, entry);
+        } else {
+            debug_assert!(F::ENTRY_BYTES == 8, "no format with halves of words has marks");
+            let old = tables.exchange(table, index, entry);
+            dirty |= old != 0 && is_dirty::<F>(old);
+        }
+    }
+    dirty
 }
 
 /// Stores an entry that will be cleaned together with its neighbours.

@@ -109,7 +109,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if !tables.prepare(shape) {
             return Err(Error::TableSize { table: shape.table, root: shape.root });
         }
-        let root = tables.allocate_root().ok_or(Error::NoTables { at: NamedAddr::of(I::new(0)) })?;
+        let root = tables.allocate_root().ok_or_else(|| match T::Addr::new(tables.base()) {
+            beyond if beyond.bits() > shape.last => Error::TableAddress { at: NamedAddr::of(beyond) },
+            _ => Error::NoTables { at: NamedAddr::of(I::new(0)) },
+        })?;
         if !fits::<F, T>(root, shape.root) {
             tables.free_root(root);
             return Err(Error::TableAddress { at: NamedAddr::of(root) });

@@ -11,18 +11,20 @@ use crate::chunks::in_chunks;
 use crate::format::entries;
 use crate::words::word_at;
 
-/// The sizes of a format's tables. All but the root have one size.
+/// The sizes of a format's tables, and where they can be. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TableShape {
     /// Bytes of the root, at least those of a table, and its alignment.
     pub root: PageSize,
     /// Bytes of every other table, and its alignment.
     pub table: PageSize,
+    /// The highest address that an entry can name.
+    pub last: u64,
 }
 
 impl TableShape {
-    /// All tables of 4 KiB.
-    pub const ALL_4K: Self = Self { root: PageSize::SIZE_4K, table: PageSize::SIZE_4K };
+    /// All tables of 4 KiB, anywhere.
+    pub const ALL_4K: Self = Self { root: PageSize::SIZE_4K, table: PageSize::SIZE_4K, last: u64::MAX };
 
     /// The shape of a format.
     pub const fn of<F: Format>() -> Self {
@@ -31,7 +33,7 @@ impl TableShape {
         let root = entries::<F>(0).trailing_zeros() as u8 + entry;
         let root = if root > table { root } else { table };
         match (PageSize::from_log2(root), PageSize::from_log2(table)) {
-            (Some(root), Some(table)) => Self { root, table },
+            (Some(root), Some(table)) => Self { root, table, last: (1 << F::OUTPUT_BITS) - 1 },
             _ => panic!("tables larger than the address space"),
         }
     }
@@ -53,9 +55,10 @@ pub trait Tables {
     const SHARED: bool = false;
 
     /// Called by [`PageTable::new`](crate::PageTable::new) before anything else: the sizes of the tables to come. False
-    /// refuses them.
+    /// refuses them. Tables beyond [`TableShape::last`] are refused when they are allocated, so
+    /// [`reserve`](Self::reserve) must not promise them.
     fn prepare(&mut self, shape: TableShape) -> bool {
-        shape == TableShape::ALL_4K
+        shape.root == PageSize::SIZE_4K && shape.table == PageSize::SIZE_4K
     }
 
     /// The root table: all zero, sized and aligned as asked of `prepare`, at an address that the format's registers can
@@ -134,6 +137,13 @@ pub trait Tables {
         if word & bits != 0 {
             self.store(table, index, word & !bits);
         }
+        word
+    }
+
+    /// Replaces the word at `index` and gives what it was; atomic where [`clear_bits`](Self::clear_bits) is.
+    fn exchange(&mut self, table: Self::Addr, index: usize, entry: u64) -> u64 {
+        let word = self.load(table, index);
+        self.store(table, index, entry);
         word
     }
 
@@ -236,12 +246,11 @@ impl<A: Address> HeapTables<A> {
         self.words.len() >> (self.shape.table.log2() - 3)
     }
 
-    /// The address of a slot, or `None` where its table would wrap.
+    /// The address of a slot, or `None` where no entry can name its table.
     fn addr(&self, slot: usize) -> Option<A> {
         let size = self.shape.table.bytes();
         let first = self.base.checked_add((slot as u64).checked_mul(size)?)?;
-        first.checked_add(size - 1)?;
-        Some(first)
+        first.checked_add(size - 1).filter(|last| last.bits() <= self.shape.last).map(|_| first)
     }
 
     /// Memory for one more slot.
@@ -453,7 +462,7 @@ mod tests {
     #[test]
     fn other_sizes_and_a_larger_root() {
         let k1 = PageSize::new(1024).unwrap();
-        let shape = TableShape { root: PageSize::SIZE_16K, table: k1 };
+        let shape = TableShape { root: PageSize::SIZE_16K, table: k1, last: 0x1_3fff };
         let mut t = HeapTables::with_limit(PhysAddr::new(0x8000), 3);
         assert!(t.prepare(shape) && t.prepare(shape));
         let root = t.allocate_root().unwrap();
@@ -470,5 +479,7 @@ mod tests {
         t.free_root(root);
         t.free(a);
         assert_eq!(t.in_use(), 1);
+        let mut t = HeapTables::new(PhysAddr::new(0x1_3000));
+        assert!(t.prepare(shape) && t.reserve(4) && !t.reserve(5), "the others are beyond the last address");
     }
 }

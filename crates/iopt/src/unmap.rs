@@ -8,7 +8,7 @@ use dmalane_addr::{Access, Address, PageSize, Span};
 use crate::format::{
     Kind, entries, group_bits, has_groups, index, is_dirty, marked, page_size, same_table, shift, top_leaf_level,
 };
-use crate::{Entry, Error, FlushList, Format, MAX_LEVELS, PageTable, Tables, slots};
+use crate::{Entry, Error, FlushList, Format, Leaf, MAX_LEVELS, PageTable, Tables, slots};
 
 /// A boundary inside a leaf, and the tables that make it a boundary between leaves.
 #[derive(Clone, Copy)]
@@ -66,11 +66,15 @@ pub(crate) enum Detach {
     Nothing,
 }
 
-/// Bytes and tables that a recursive clear has removed so far.
-struct Cleared<'a, A> {
+/// Bytes and tables that a recursive clear has removed so far, and whom it tells of leaves that were written to.
+struct Cleared<'a, 'd, I, O, A> {
     bytes: u64,
     tables: &'a mut Vec<A>,
+    dirty: Dirty<'d, I, O>,
 }
+
+/// The receiver of removed leaves that a device has written to, if anybody asks for them.
+type Dirty<'a, I, O> = Option<&'a mut dyn FnMut(Leaf<I, O>)>;
 
 /// Tables for cuts: at most one a level for each end of a span.
 pub(crate) struct Spare<A> {
@@ -94,8 +98,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// Holes are skipped; [`FlushList::bytes`] says how much was mapped. A larger leaf that reaches across an end of
     /// the span is first split into a table of smaller ones. (The leaf is replaced by a table with one store. Where the
-    /// architecture wants break-before-make, the device must be quiet on that leaf.) Tables that become empty are
+    /// architecture wants break-before-make, [`cut`](Self::cut) at both ends first.) Tables that become empty are
     /// unlinked and handed out in the list; give it to [`free_tables`](Self::free_tables) after invalidation.
+    ///
+    /// What is left of a split leaf keeps its mark, and one that a device sets meanwhile; those of what goes are told
+    /// by [`unmap_dirty`](Self::unmap_dirty) alone.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to
@@ -123,14 +130,21 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`linked_tables`](Self::linked_tables): then this asks for no memory. Gives what [`FlushList::span`] and
     /// [`FlushList::bytes`] would be.
     ///
+    /// With `invalidate`, leaves that are split go by break-before-make, as in a [`cut`](Self::cut).
+    ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
     #[inline]
-    pub fn clear_into(&mut self, span: Span<I>, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
+    pub fn clear_into(
+        &mut self,
+        span: Span<I>,
+        tables: &mut Vec<T::Addr>,
+        invalidate: Option<&mut dyn FnMut(Span<I>)>,
+    ) -> Result<(Span<I>, u64), Error> {
         if self.clear_one(span, Detach::Covered) {
             return Ok((span, F::GRANULE.bytes()));
         }
-        self.unmap_more(span, Detach::Covered, tables)
+        self.unmap_more(span, Detach::Covered, tables, invalidate)
     }
 
     /// Unmaps the page at `at` if a leaf of its own maps it, and gives true; otherwise changes nothing. No table is
@@ -177,7 +191,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return Ok(FlushList { span, bytes: F::GRANULE.bytes(), tables: Vec::new() });
         }
         let mut tables = Vec::new();
-        let (span, bytes) = self.unmap_more(span, detach, &mut tables)?;
+        let (span, bytes) = self.unmap_more(span, detach, &mut tables, None)?;
         Ok(FlushList { span, bytes, tables })
     }
 
@@ -244,11 +258,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         span: Span<I>,
         detach: Detach,
         tables: &mut Vec<T::Addr>,
+        invalidate: Option<&mut dyn FnMut(Span<I>)>,
     ) -> Result<(Span<I>, u64), Error> {
         let (first, last) = self.check_span(span)?;
         match self.clear_pages(first, last, detach) {
             Some(bytes) => Ok((span, bytes)),
-            None => self.unmap_all(span, detach, tables),
+            None => self.unmap_all(span, detach, tables, None, invalidate),
         }
     }
 
@@ -300,7 +315,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (pages, members)
     }
 
-    fn unmap_all(&mut self, span: Span<I>, detach: Detach, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
+    /// The span is one that [`check_span`](Self::check_span) accepts.
+    pub(crate) fn unmap_all(
+        &mut self,
+        span: Span<I>,
+        detach: Detach,
+        tables: &mut Vec<T::Addr>,
+        dirty: Dirty<'_, I, O>,
+        mut invalidate: Option<&mut dyn FnMut(Span<I>)>,
+    ) -> Result<(Span<I>, u64), Error> {
         let (first, last) = (span.first().bits(), span.last().bits());
         let cuts = [self.find_cut(first), self.find_cut(last + 1)];
         let mut spare = self.spare_tables(Cut::tables::<F>(cuts), first)?;
@@ -310,10 +333,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let mask = cut.size - 1;
             flush_first = flush_first.min(cut.at & !mask);
             flush_last = flush_last.max(cut.at | mask);
-            self.split(cut.at, &mut spare, |_, _| false);
+            self.split(cut.at, &mut spare, |table, leaf| match &mut invalidate {
+                Some(invalidate) => table.break_entries(leaf.table, leaf.entries, leaf.at, leaf.size, *invalidate),
+                None => false,
+            });
         }
         let before = tables.len();
-        let bytes = self.clear_span(first, last, detach, tables);
+        let bytes = self.clear_span(first, last, detach, tables, dirty);
         self.note_detached(tables.len() - before);
         let span = Span::inclusive(I::new(flush_first), I::new(flush_last)).unwrap_or(span);
         Ok((span, bytes))
@@ -405,10 +431,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     let (all, dirty) = (0..entries::<F>(level + 1), is_dirty::<F>(self.load(table, i)));
                     self.write_leaves(next, all.clone(), parts, (out, access), dirty);
                     let size = page_size::<F>(level);
-                    if ready(self, Split { table, entries: i..i + 1, at: at & !(size.bytes() - 1), size }) && !dirty {
-                        slots::update::<F, T>(&mut self.tables, next, all, |part| Some(marked::<F>(part, true)));
+                    let mut late = ready(self, Split { table, entries: i..i + 1, at: at & !(size.bytes() - 1), size });
+                    let link = || F::encode_table(level, next.bits());
+                    late |= slots::exchange::<F, T>(&mut self.tables, table, i..i + 1, link);
+                    slots::clean::<F, T>(&mut self.tables, table, i..i + 1);
+                    if late && !dirty {
+                        self.mark(next, all);
                     }
-                    self.store(table, i, F::encode_table(level, next.bits()));
                     self.linked = self.linked.wrapping_add(1);
                     self.uncount(level, 1, 0);
                     next
@@ -423,17 +452,32 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         table: T::Addr,
         kind: Kind,
         at: u64,
-        to: (u64, Access),
+        mut to: (u64, Access),
         ready: &mut impl FnMut(&mut Self, Split<T::Addr>) -> bool,
     ) {
         let size = kind.size::<F>();
         let start = at & !(size.bytes() - 1);
         let first = index::<F>(start, kind.level);
         let entries = first..first + kind.entries::<F>();
-        let mut dirty = entries.clone().any(|k| is_dirty::<F>(self.load(table, k)));
-        dirty |= ready(self, Split { table, entries: entries.clone(), at: start, size });
+        let mut dirty = ready(self, Split { table, entries: entries.clone(), at: start, size });
         self.uncount(kind.level, kind.entries::<F>() as u64, kind.entries::<F>() as u64);
-        self.write_leaves(table, entries, Kind::single(kind.level), to, dirty);
+        self.count(Kind::single(kind.level), entries.len() as u64);
+        let page = page_size::<F>(kind.level).bytes();
+        let part = || {
+            let entry = F::encode_leaf(kind.level, to.0, to.1);
+            to.0 += page;
+            marked::<F>(entry, false)
+        };
+        dirty |= slots::exchange::<F, T>(&mut self.tables, table, entries.clone(), part);
+        slots::clean::<F, T>(&mut self.tables, table, entries.clone());
+        if dirty {
+            self.mark(table, entries);
+        }
+    }
+
+    /// Marks leaves as written to.
+    fn mark(&mut self, table: T::Addr, leaves: Range<usize>) {
+        slots::update::<F, T>(&mut self.tables, table, leaves, |leaf| Some(marked::<F>(leaf, true)));
     }
 
     /// Writes and counts leaves of one kind that map from `out` on, marked as written to or not.
@@ -456,8 +500,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Clears all leaves in the range, none of which reaches outside, and adds the tables that are detached to the
     /// list. Gives the bytes that were mapped.
-    pub(crate) fn clear_span(&mut self, first: u64, last: u64, detach: Detach, tables: &mut Vec<T::Addr>) -> u64 {
-        let mut cleared = Cleared { bytes: 0, tables };
+    pub(crate) fn clear_span(
+        &mut self,
+        first: u64,
+        last: u64,
+        detach: Detach,
+        tables: &mut Vec<T::Addr>,
+        dirty: Dirty<'_, I, O>,
+    ) -> u64 {
+        let mut cleared = Cleared { bytes: 0, tables, dirty };
         let detach = if T::SHARED && detach == Detach::Emptied { Detach::Covered } else { detach };
         self.clear_below(self.root, self.root_level(), (first, last), detach, &mut cleared);
         cleared.bytes
@@ -470,16 +521,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         level: u32,
         (first, last): (u64, u64),
         detach: Detach,
-        cleared: &mut Cleared<'_, T::Addr>,
+        cleared: &mut Cleared<'_, '_, I, O, T::Addr>,
     ) -> bool {
         let (i, j) = (index::<F>(first, level), index::<F>(last, level));
         let page = page_size::<F>(level).bytes();
         // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker
-        // whose caches must be invalidated anyway. The root is never unlinked.
+        // whose caches must be invalidated anyway. (Marks are taken with their entries.) The root is never unlinked.
         let mask = page * entries::<F>(level) as u64 - 1;
         let whole = detach != Detach::Nothing && level > self.root_level() && first & mask == 0 && last & mask == mask;
         let if_empty = detach == Detach::Emptied && level > self.root_level();
-        if level + 1 == F::LEVELS {
+        if level + 1 == F::LEVELS && cleared.dirty.is_none() {
             let (pages, members) = self.take_out(table, i..j + 1, whole);
             cleared.bytes += page * pages;
             self.uncount(level, pages, members);
@@ -493,10 +544,20 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let entry = self.load(table, k);
             let gone = match F::decode(level, entry) {
                 Entry::Invalid => false,
-                Entry::Leaf { .. } => {
+                Entry::Leaf { out, access } => {
+                    let kind = Kind::of::<F>(level, entry);
                     leaves += 1;
-                    members += u64::from(Kind::of::<F>(level, entry).group);
-                    true
+                    members += u64::from(kind.group);
+                    if let Some(each) = &mut cleared.dirty {
+                        let leaf = k..k + kind.entries::<F>();
+                        leaves += leaf.len() as u64 - 1; // the others will be clear
+                        members += leaf.len() as u64 - 1;
+                        changed = true;
+                        if slots::exchange::<F, T>(&mut self.tables, table, leaf, || 0) {
+                            each(Leaf { at: I::new(at), to: O::new(out), size: kind.size::<F>(), access });
+                        }
+                    }
+                    cleared.dirty.is_none()
                 }
                 Entry::Table(next) => {
                     let next = T::Addr::new(next);

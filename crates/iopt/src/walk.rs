@@ -4,8 +4,8 @@ use core::fmt;
 
 use dmalane_addr::{Access, PageSize};
 
-use crate::format::{Kind, MAX_LEVELS, index};
-use crate::{Entry, Format, slots};
+use crate::format::{Kind, MAX_LEVELS, index, shift};
+use crate::{Entry, Foreign, Format, slots};
 
 /// Result of a walk that found a leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -21,8 +21,11 @@ pub struct Walked {
 /// Why a walk stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FaultKind {
-    /// The entry is invalid, or reserved at its level.
+    /// The entry is not valid.
     NotPresent,
+    /// The entry is valid, and nothing that the format has: it is reserved at its level, grants nothing to anybody, or
+    /// is of a kind that is not read here.
+    NotUnderstood,
     /// There is a leaf, but all levels together grant nothing to an access of this kind.
     Denied,
     /// An entry that cannot be fetched: the memory refused its address.
@@ -35,6 +38,7 @@ impl fmt::Display for FaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NotPresent => "no mapping",
+            Self::NotUnderstood => "an entry that is valid, but not understood",
             Self::Denied => "no permission",
             Self::BadTable => "a table that cannot be read",
             Self::OutOfRange => "an address beyond the format's range",
@@ -91,24 +95,47 @@ fn walk_privileged_to<F: Format>(
     mut load: impl FnMut(u64) -> Option<u64>,
 ) -> Result<(u32, u64, Walked), WalkFault> {
     let fault = |level, kind| Err(WalkFault { at, level, kind });
-    if at >> F::INPUT_BITS != 0 {
+    if F::WALK_BITS < 64 && at >> F::WALK_BITS != 0 {
         return fault(0, FaultKind::OutOfRange);
     }
     let mut above = [0; MAX_LEVELS];
-    let mut table = root;
+    let (mut table, mut skip_to) = (root, 0);
     for level in 0..F::LEVELS {
-        let address = table.checked_add(index::<F>(at, level) as u64 * F::ENTRY_BYTES);
+        if level < skip_to {
+            continue;
+        }
+        let i = if level == 0 { (at >> shift::<F>(0)) as usize } else { index::<F>(at, level) };
+        let address = table.checked_add(i as u64 * F::ENTRY_BYTES);
         let Some(entry) = address.and_then(|a| slots::fetch::<F>(a, &mut load)) else {
             return fault(level, FaultKind::BadTable);
         };
+        let limited = || above[..level as usize].iter().fold(entry, |leaf, table| F::inherit(*table, leaf));
         match F::decode(level, entry) {
-            Entry::Invalid => return fault(level, FaultKind::NotPresent),
+            Entry::Invalid => match F::foreign(level, entry) {
+                None if F::is_present(entry) => return fault(level, FaultKind::NotUnderstood),
+                None => return fault(level, FaultKind::NotPresent),
+                Some(Foreign::Table { next, level: to }) => {
+                    let between = (1 << shift::<F>(level)) - (1 << shift::<F>(to - 1));
+                    if at & between != 0 {
+                        return fault(level, FaultKind::NotPresent);
+                    }
+                    above[level as usize..to as usize].fill(entry); // its limits once or more are the same
+                    (table, skip_to) = (next, to);
+                }
+                Some(Foreign::Leaf { .. }) => {
+                    let limited = limited();
+                    let Some(Foreign::Leaf { out, size, access }) = F::foreign(level, limited) else {
+                        return fault(level, FaultKind::Denied);
+                    };
+                    return Ok((level, limited, Walked { to: out | at & (size.bytes() - 1), size, access }));
+                }
+            },
             Entry::Table(next) => {
                 above[level as usize] = entry;
                 table = next;
             }
             Entry::Leaf { .. } => {
-                let limited = above[..level as usize].iter().fold(entry, |leaf, table| F::inherit(*table, leaf));
+                let limited = limited();
                 let Entry::Leaf { out, access } = F::decode(level, limited) else {
                     return fault(level, FaultKind::Denied);
                 };

@@ -1,6 +1,6 @@
 //! The IOVAs of an IOMMU: which there are, and which are free.
 
-use dmalane_addr::{Address, Iova, Lease, PageSize, PageSizes, RangeAllocator, RangeCache, Span};
+use dmalane_addr::{Address, Iova, Lease, PageSize, PageSizes, RangeAllocator, RangeCache, RangeError, Span};
 
 use crate::{Error, sys};
 
@@ -10,9 +10,20 @@ pub(crate) struct Iovas(Option<Space>);
 
 struct Space {
     iovas: RangeCache<Iova>,
+    /// Pages outside of the ranges.
+    holes: Vec<Lease<Iova>>,
     ranges: Vec<Span<Iova>>,
     /// The IOMMU's smallest page.
     page: PageSize,
+}
+
+impl Space {
+    /// Takes the pages out that have no whole place in the ranges.
+    fn exclude_holes(&mut self, span: Span<Iova>) {
+        for hole in holes(span, &self.ranges) {
+            self.holes.extend(self.iovas.exclude(widen(hole, self.page)));
+        }
+    }
 }
 
 impl Iovas {
@@ -31,7 +42,8 @@ impl Iovas {
         self.0.is_none()
     }
 
-    /// Updates the IOVAs and the page size of the IOMMU, which another group may have reduced.
+    /// Updates the IOVAs and the page size of the IOMMU: groups that come reduce them, groups that go give them back.
+    /// What is allocated stays so.
     pub(crate) fn update(&mut self, info: sys::IommuInfo) {
         let page = PageSize::new(info.page).unwrap_or(PageSize::SIZE_4K);
         let ranges = match info.ranges.is_empty() {
@@ -43,29 +55,19 @@ impl Iovas {
                 .collect(),
             false => info.ranges,
         };
-        let iovas = match self.0.take() {
-            Some(space) => {
-                let mut iovas = space.iovas;
-                for hole in space.ranges.iter().flat_map(|old| holes(*old, &ranges)) {
-                    // Fails where something is mapped; then the kernel would have refused the group.
-                    let _reserved_permanently = iovas.reserve(hole);
-                }
-                iovas
-            }
-            None => {
-                // Without the page at 0: drivers and devices use 0 as "no address".
-                let first = ranges.iter().map(|r| r.first().bits()).min().unwrap_or(0).max(page.bytes());
-                let last = ranges.iter().map(|r| r.last().bits()).max().unwrap_or(u64::MAX);
-                let space = Span::inclusive(Iova::new(first), Iova::new(last.max(first)));
-                let space = space.expect("the first is not behind the last");
-                let mut iovas = RangeAllocator::new(space, page);
-                for hole in holes(space, &ranges) {
-                    let _reserved_permanently = iovas.reserve(widen(hole, page));
-                }
-                RangeCache::new(iovas)
-            }
+        // Without the page at 0: drivers and devices use 0 as "no address".
+        let all = Span::inclusive(Iova::new(PageSize::SIZE_4K.bytes()), Iova::new(u64::MAX)).expect("a constant span");
+        let (mut iovas, holes) = match self.0.take() {
+            Some(space) => (space.iovas, space.holes),
+            None => (RangeCache::new(RangeAllocator::new(all, PageSize::SIZE_4K)), Vec::new()),
         };
-        self.0 = Some(Space { iovas, ranges, page });
+        holes.into_iter().for_each(|hole| iovas.free(hole));
+        let mut space = Space { iovas, holes: Vec::new(), ranges, page };
+        if let Some(first) = Span::new(Iova::new(0), page.bytes()) {
+            space.holes.extend(space.iovas.exclude(first));
+        }
+        space.exclude_holes(all);
+        self.0 = Some(space);
     }
 
     /// Allocates IOVAs for `len` bytes of memory or of a BAR at `place`, congruent with it up to the largest page of
@@ -73,6 +75,9 @@ impl Iovas {
     pub(crate) fn allocate(&mut self, place: u64, len: u64) -> Result<Lease<Iova>, Error> {
         let space = self.0.as_mut().ok_or(Error::NoType1)?;
         let page = space.page;
+        if !len.is_multiple_of(page.bytes()) {
+            return Err(RangeError::BadLength { len, page }.into());
+        }
         // IOMMUs have page sizes of their own, so any power of two is one here.
         let align = PageSizes::from_bits(u64::MAX >> 33).largest_within(place, len).map_or(page, |fits| fits.max(page));
         let phase = place & (align.bytes() - 1) & !(page.bytes() - 1);
@@ -87,8 +92,11 @@ impl Iovas {
     }
 
     pub(crate) fn free(&mut self, lease: Lease<Iova>) {
-        if let Some(space) = &mut self.0 {
-            space.iovas.free(lease);
+        let Some(space) = &mut self.0 else { return };
+        let span = lease.span();
+        space.iovas.free(lease);
+        if !space.ranges.iter().any(|range| range.covers(&span)) {
+            space.exclude_holes(span); // a group that came has taken them meanwhile
         }
     }
 }
@@ -130,8 +138,6 @@ pub(crate) fn start_of_longest(ranges: impl Iterator<Item = (u64, u64)>) -> u64 
 
 #[cfg(test)]
 mod tests {
-    use dmalane_addr::RangeError;
-
     use super::*;
 
     fn span(first: u64, last: u64) -> Span<Iova> {
@@ -187,6 +193,103 @@ mod tests {
         let whole = iovas.allocate(1 << 30, 0xfedf_f000).unwrap();
         assert_eq!(whole.span(), span(0x1000, 0xfedf_ffff));
         iovas.free(whole);
+    }
+
+    /// Groups come and go while IOVAs are allocated and freed. `DMALANE_IOVA_OPERATIONS` says how often.
+    #[test]
+    fn random_operations_agree_with_a_model() {
+        let operations = std::env::var("DMALANE_IOVA_OPERATIONS").map_or(24_000, |n| n.parse().expect("a number"));
+        for (seed, top) in [(1 << 32) - 1, (1 << 39) - 1, (1 << 48) - 1, u64::MAX].into_iter().enumerate() {
+            Model::new(seed as u64 + 1, top).run(operations / 4);
+        }
+    }
+
+    /// IOVAs in some windows of the space, and which 4 KiB pages of them may be used.
+    struct Model {
+        random: u64,
+        top: u64,
+        iovas: Iovas,
+        ranges: Vec<Span<Iova>>,
+        page: u64,
+        held: Vec<Lease<Iova>>,
+        results: [usize; 2],
+    }
+
+    impl Model {
+        fn new(seed: u64, top: u64) -> Self {
+            let (iovas, ranges) = (Iovas::default(), Vec::new());
+            Self { random: seed, top, iovas, ranges, page: 4096, held: Vec::new(), results: [0; 2] }
+        }
+
+        fn random(&mut self, below: u64) -> u64 {
+            self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (self.random >> 33) % below
+        }
+
+        fn run(&mut self, operations: usize) {
+            self.update();
+            for _ in 0..operations {
+                match self.random(40) {
+                    0 => self.update(),
+                    1..20 if !self.held.is_empty() => {
+                        let at = self.random(self.held.len() as u64) as usize;
+                        let lease = self.held.swap_remove(at);
+                        self.iovas.free(lease);
+                    }
+                    _ => self.allocate(),
+                }
+            }
+            assert!(operations < 1000 || self.results.iter().all(|n| *n > operations / 50), "{:?}", self.results);
+        }
+
+        /// Some ranges within three windows of 64 pages, whose ends may lie within pages.
+        fn update(&mut self) {
+            self.page = 4096 << (2 * (self.random(8) / 3));
+            self.ranges.clear();
+            for window in [0, 0xfee0_0000 - (32 << 12), self.top - (64 << 12) + 1] {
+                for _ in 0..1 + self.random(3) {
+                    let ends = [(); 2].map(|()| match self.random(3) {
+                        0 => self.random(64 << 12),
+                        1 => self.random(64) << 12,
+                        _ => (64 << 12) - 1,
+                    });
+                    self.ranges
+                        .push(span(window + ends[0].min(ends[1]), (window + ends[0].max(ends[1])).min(self.top)));
+                }
+            }
+            self.iovas.update(sys::IommuInfo { page: self.page, ranges: self.ranges.clone(), left: None });
+        }
+
+        /// True for a page of the IOMMU that ranges cover, and nobody has.
+        fn is_free(&self, page: u64) -> bool {
+            let Some(page) = Span::new(Iova::new(page), self.page) else { return false };
+            page.first().bits() > 0
+                && holes(page, &self.ranges).is_empty()
+                && self.held.iter().all(|held| held.span().intersect(&page).is_none())
+        }
+
+        fn allocate(&mut self) {
+            let (page, place) = (self.page, self.random(64) << 12);
+            let len = page * (1 + self.random(6));
+            let pages = |at: u64| (0..len / page).map(move |n| at.wrapping_add(n * page));
+            let got = self.iovas.allocate(place, len);
+            self.results[usize::from(got.is_ok())] += 1;
+            match got {
+                Ok(lease) => {
+                    assert!(lease.span().len() == len && lease.span().first().bits().is_multiple_of(page));
+                    assert!(pages(lease.span().first().bits()).all(|page| self.is_free(page)), "{}", lease.span());
+                    self.held.push(lease);
+                }
+                Err(_) => {
+                    let mut starts = self.ranges.iter().flat_map(|range| {
+                        let first = range.first().bits() & !(page - 1);
+                        (first..=range.last().bits()).step_by(page as usize)
+                    });
+                    let fits = starts.find(|at| pages(*at).all(|page| self.is_free(page)));
+                    assert_eq!(fits, None, "{len:#x} bytes are free in {:?}", self.ranges);
+                }
+            }
+        }
     }
 
     /// The IOVA and the memory, or the BAR, agree modulo the largest page of which one fits.

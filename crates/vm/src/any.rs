@@ -9,7 +9,7 @@ use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Armv7, Format, FormatId, HeapTables, Leaf, StandIn, Tables};
 
 use crate::array::ArrayError;
-use crate::{BindRequest, Bo, Committed, Error, Handles, Mapped, PlanError, Vm, mapped};
+use crate::{BindRequest, Bo, Committed, Error, Handles, Invalidate, Mapped, PlanError, Vm, mapped};
 
 /// A [`Vm`] of any format, for callers that choose the format at run time. Each function is that of the VM.
 pub trait AnyVm {
@@ -64,6 +64,9 @@ pub trait AnyVm {
 
     /// Calls `each` with the mapped runs within the span, by ascending address, until `each` breaks off.
     fn mapping(&self, span: Span<DeviceVa>, each: &mut dyn FnMut(Mapped) -> ControlFlow<()>);
+
+    /// [`Vm::break_before_make`].
+    fn break_before_make(&mut self, invalidate: Option<Invalidate>);
 
     /// The number of bindings.
     fn binding_count(&self) -> usize;
@@ -159,6 +162,10 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
 
     fn mapping(&self, span: Span<DeviceVa>, each: &mut dyn FnMut(Mapped) -> ControlFlow<()>) {
         let _ = mapped::mapping(self, span, each);
+    }
+
+    fn break_before_make(&mut self, invalidate: Option<Invalidate>) {
+        self.break_before_make(invalidate);
     }
 
     fn binding_count(&self) -> usize {

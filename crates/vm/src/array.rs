@@ -41,6 +41,12 @@ impl ArrayOperation {
     pub const WRITE: u32 = 1 << 1;
     /// The device may fetch programs.
     pub const EXEC: u32 = 1 << 2;
+    /// [`Access::PRIVILEGED`].
+    pub const PRIVILEGED: u32 = 1 << 3;
+    /// [`Access::UNCACHED`].
+    pub const UNCACHED: u32 = 1 << 4;
+    /// [`Access::MMIO`].
+    pub const MMIO: u32 = 1 << 5;
 
     /// Where the kind of operation begins in the flags.
     pub const KIND_SHIFT: u32 = 8;
@@ -64,14 +70,17 @@ impl ArrayOperation {
     /// The bits of that logarithm.
     pub const PAGE_MASK: u32 = 0x3f << Self::PAGE_SHIFT;
 
-    const KNOWN: u32 = Self::READ | Self::WRITE | Self::EXEC | Self::KIND_MASK | Self::PAGE_MASK;
-    const ACCESS: u32 = Self::READ | Self::WRITE | Self::EXEC;
+    const KNOWN: u32 = Self::ACCESS | Self::KIND_MASK | Self::PAGE_MASK;
+    const RIGHTS: u32 = Self::READ | Self::WRITE | Self::EXEC;
+    const ACCESS: u32 = Self::RIGHTS | Self::PRIVILEGED | Self::UNCACHED | Self::MMIO;
 
     #[inline]
     fn access(&self) -> Access {
         // The bits are the same.
         const { assert!(Self::READ == Access::READ.bits() as u32 && Self::WRITE == Access::WRITE.bits() as u32) }
-        const { assert!(Self::EXEC == Access::EXEC.bits() as u32) }
+        const { assert!(Self::EXEC == Access::EXEC.bits() as u32 && Self::MMIO == Access::MMIO.bits() as u32) }
+        const { assert!(Self::PRIVILEGED == Access::PRIVILEGED.bits() as u32) }
+        const { assert!(Self::UNCACHED == Access::UNCACHED.bits() as u32) }
         Access::from_bits_truncate((self.flags.get() & Self::ACCESS) as u8)
     }
 
@@ -121,7 +130,7 @@ impl ArrayOperation {
             None => Err(Reason::Vm(Error::Wraps { va, len: range })),
         };
         let access = self.access();
-        if has_access && access.is_empty() {
+        if has_access && access.rights().is_empty() {
             return Err(Reason::NoAccess);
         }
         Ok(match kind {
@@ -391,7 +400,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let flags = operation.flags.get();
         let (va, len, offset) = (DeviceVa::new(operation.addr.get()), operation.range.get(), operation.offset.get());
         if flags & !ArrayOperation::ACCESS == ArrayOperation::BIND
-            && flags != ArrayOperation::BIND
+            && flags & ArrayOperation::RIGHTS != 0
             && let Some(bo) = handles.get(operation.handle.get())
         {
             return Ok(self.plan_bind(va, bo, offset, len, 0, operation.access(), batch)?);

@@ -5,15 +5,15 @@ use alloc::vec::Vec;
 
 use crate::Bo;
 
-/// Bits of a handle that say which slot; the others count how often the slot was used.
+/// Bits of a handle that say which slot, from 1 on; the others count how often the slot was used before.
 const SLOT_BITS: u32 = 20;
 const SLOT_MASK: u32 = (1 << SLOT_BITS) - 1;
 const LAST_USE: u32 = u32::MAX >> SLOT_BITS;
 
 /// Buffer objects by handle.
 ///
-/// No handle is given twice, so one that is used after it was removed names nothing, not somebody else's buffer. There
-/// is no handle 0.
+/// No handle is given twice, so one that is used after it was removed names nothing, not somebody else's buffer. The
+/// first one is 1; there is no handle 0.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -37,7 +37,7 @@ pub struct Handles {
 
 #[derive(Debug)]
 struct Slot {
-    /// From 1 on, so that no handle is 0.
+    /// Before this one.
     uses: u32,
     bo: Option<Arc<Bo>>,
 }
@@ -48,8 +48,8 @@ impl Handles {
         Self::default()
     }
 
-    /// A handle for the buffer object. `None` when there are 2^20 at once (or none is left that was never given), or
-    /// no memory.
+    /// A handle for the buffer object. `None` when there are 2^20 - 1 at once (or none is left that was never given),
+    /// or no memory.
     pub fn insert(&mut self, bo: Arc<Bo>) -> Option<u32> {
         self.insert_with(|_| bo)
     }
@@ -59,7 +59,7 @@ impl Handles {
         let slot = match self.free.pop() {
             Some(slot) => slot,
             None => {
-                let slot = u32::try_from(self.slots.len()).ok().filter(|slot| *slot <= SLOT_MASK)?;
+                let slot = u32::try_from(self.slots.len()).ok().filter(|slot| *slot < SLOT_MASK)?;
                 // Room on the list of free slots too, so that a removal needs no memory.
                 self.slots.try_reserve(1).ok()?;
                 self.free.try_reserve(self.slots.len() + 1).ok()?;
@@ -68,8 +68,7 @@ impl Handles {
             }
         };
         let entry = &mut self.slots[slot as usize];
-        entry.uses += 1;
-        let handle = entry.uses << SLOT_BITS | slot;
+        let handle = entry.uses << SLOT_BITS | (slot + 1);
         entry.bo = Some(make(handle));
         Some(handle)
     }
@@ -77,16 +76,17 @@ impl Handles {
     /// The buffer object of a handle.
     #[inline]
     pub fn get(&self, handle: u32) -> Option<&Arc<Bo>> {
-        let slot = self.slots.get((handle & SLOT_MASK) as usize)?;
+        let slot = self.slots.get((handle & SLOT_MASK).checked_sub(1)? as usize)?;
         slot.bo.as_ref().filter(|_| slot.uses == handle >> SLOT_BITS)
     }
 
     /// Takes a handle back. The buffer object lives on where it is bound.
     pub fn remove(&mut self, handle: u32) -> Option<Arc<Bo>> {
         self.get(handle)?;
-        let slot = handle & SLOT_MASK;
+        let slot = (handle & SLOT_MASK) - 1;
         let entry = &mut self.slots[slot as usize];
         if entry.uses < LAST_USE {
+            entry.uses += 1;
             self.free.push(slot);
         }
         entry.bo.take()
@@ -130,7 +130,8 @@ mod tests {
         }
         assert_eq!((handles.get(kept).unwrap().id(), handles.len()), (0, 1));
         assert!(handles.slots.len() < 6, "slots are used again until their uses are counted out");
-        for never in [0, 1, u32::MAX, SLOT_MASK] {
+        assert_eq!(kept, 1);
+        for never in [0, u32::MAX, SLOT_MASK] {
             assert!(handles.get(never).is_none() && handles.remove(never).is_none());
         }
     }
@@ -139,8 +140,8 @@ mod tests {
     fn there_is_a_most() {
         let mut handles = Handles::new();
         let one = bo(1);
-        let all: BTreeSet<u32> = (0..1 << SLOT_BITS).map(|_| handles.insert(one.clone()).unwrap()).collect();
-        assert_eq!((all.len(), handles.len()), (1 << SLOT_BITS, 1 << SLOT_BITS));
+        let all: BTreeSet<u32> = (0..SLOT_MASK).map(|_| handles.insert(one.clone()).unwrap()).collect();
+        assert!(all.iter().copied().eq(1..1 << SLOT_BITS) && handles.len() == SLOT_MASK as usize);
         assert_eq!(handles.insert(one.clone()), None);
         handles.remove(*all.first().unwrap()).unwrap();
         assert!(!all.contains(&handles.insert(one).unwrap()));

@@ -60,6 +60,6 @@ pub use errno::Errno;
 pub use error::Error;
 pub use handles::Handles;
 pub use mapped::{Mapped, MappedSource};
-pub use plan::{Committed, Plan, PlanError};
+pub use plan::{Committed, Invalidate, Plan, PlanError};
 pub use request::BindRequest;
 pub use vm::Vm;

@@ -1,6 +1,8 @@
 //! A batch between its check and its commit.
 
+use alloc::boxed::Box;
 use alloc::vec::Vec;
+use core::fmt;
 
 use dmalane_addr::{Access, Address, DeviceVa, Span};
 use dmalane_iopt::{Format, Tables};
@@ -71,6 +73,34 @@ pub(crate) const NO_PAGE: u64 = u64::MAX;
 
 impl BindRun {
     pub(crate) const NONE: Self = Self { page: NO_PAGE, bo: 0, record: Record::new(0, 0, Access::empty(), false) };
+}
+
+/// Has a device forget its translations of a span, and returns when it has: see [`Vm::break_before_make`].
+pub type Invalidate = Box<dyn FnMut(Span<DeviceVa>) + Send>;
+
+/// That of a VM, if it goes by break-before-make.
+pub(crate) struct Breaking(pub(crate) Option<Invalidate>);
+
+impl Breaking {
+    #[inline]
+    pub(crate) fn hook(&mut self) -> Option<&mut dyn FnMut(Span<DeviceVa>)> {
+        self.0.as_mut().map(|invalidate| &mut **invalidate as _)
+    }
+
+    /// Has the device forget a span that was unmapped, now or by the caller.
+    #[inline]
+    fn unmapped<A>(&mut self, span: Span<DeviceVa>, lists: &mut Lists<A>) {
+        match self.hook() {
+            Some(invalidate) => invalidate(span),
+            None => lists.add_span(span),
+        }
+    }
+}
+
+impl fmt::Debug for Breaking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Breaking").field(&self.0.is_some()).finish()
+    }
 }
 
 /// Lists that a commit gives to the caller.
@@ -237,7 +267,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             let mut from = at;
             if at == chunk_first && end == chunk_last {
                 end = Records::<F>::chunk_pages(Records::<F>::chunk(last + 1)).0 - 1;
-            } else {
+            } else if self.breaking.0.is_none() {
                 let (pages, record) = ((end - at + 1) as usize, record.advance(at - first));
                 let segments = segments::<F>(self.null, self.slots.get(record.slot()), record, at, end);
                 let (done, old) = self.table.replace_pages(Self::va(at), pages, segments, record.access());
@@ -324,18 +354,18 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     fn unbind_slot(&mut self, slot: u32, pages: (u64, u64)) -> u64 {
-        let Self { table, records, slots, scratch, .. } = self;
+        let Self { table, records, slots, scratch, breaking, .. } = self;
         let lists = &mut scratch.lists;
         let mut unmapped = 0;
         records.take_slot(slots, slot, pages, &mut |gone| match gone {
             Gone::Pages(first, last) => {
-                let cleared = table.clear_into(Self::span(first, last), &mut lists.tables);
-                lists.add_span(cleared.expect("nothing is cut: no table is needed").0);
+                let cleared = table.clear_into(Self::span(first, last), &mut lists.tables, breaking.hook());
+                breaking.unmapped(cleared.expect("nothing is cut: no table is needed").0, lists);
                 unmapped += last - first + 1;
             }
             Gone::Node { first, last, level } => {
                 if table.detach_empty(Self::va(first), level, &mut lists.tables) {
-                    lists.add_span(Self::span(first, last));
+                    breaking.unmapped(Self::span(first, last), lists);
                 }
             }
         });
@@ -345,9 +375,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Unmaps pages, and gives the number of those that were mapped.
     #[inline]
     fn clear(&mut self, first: u64, last: u64) -> u64 {
-        let lists = &mut self.scratch.lists;
-        let (span, bytes) = self.table.clear_into(Self::span(first, last), &mut lists.tables).expect(RESERVED);
-        lists.add_span(span);
+        let Self { table, scratch: Scratch { lists, .. }, breaking, .. } = self;
+        let cleared = table.clear_into(Self::span(first, last), &mut lists.tables, breaking.hook());
+        let (span, bytes) = cleared.expect(RESERVED);
+        breaking.unmapped(span, lists);
         bytes >> F::GRANULE.log2()
     }
 
@@ -355,13 +386,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[cold]
     fn detach(&mut self, chunk: u64, (top, bottom): (u32, u32)) {
         let (first, last) = Records::<F>::chunk_pages(chunk);
-        let Self { table, scratch, .. } = self;
+        let Self { table, scratch, breaking, .. } = self;
         let mut any = false;
         for level in (top..=bottom).rev() {
             any |= table.detach_empty(Self::va(first), level, &mut scratch.lists.tables);
         }
         if any {
-            scratch.lists.add_span(Self::span(first, last)); // the device may have cached the walk
+            breaking.unmapped(Self::span(first, last), &mut scratch.lists); // the device may have cached the walk
         }
     }
 
@@ -406,7 +437,8 @@ impl<A: Address> Committed<A> {
     }
 
     /// Spans that the device must invalidate, in the order of the requests; neighbours are joined, others may repeat
-    /// and overlap. Empty when the batch only bound where nothing was.
+    /// and overlap. Empty when the batch only bound where nothing was, and without what the device was made to forget
+    /// already ([`Vm::break_before_make`]).
     pub fn spans(&self) -> impl Iterator<Item = Span<DeviceVa>> {
         self.first.into_iter().chain(self.lists.iter().flat_map(|lists| lists.spans.iter().copied()))
     }

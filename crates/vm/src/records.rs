@@ -432,13 +432,12 @@ impl<F: Format> Records<F> {
         emptied
     }
 
-    /// Makes one record of each node within pages `first..=last` that is all one, lower ones first, and gives first and
-    /// last page of each to `joined`. Not while there is a plan.
-    pub(crate) fn join(&mut self, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
-        self.join_below(ROOT, self.top(), first, last, joined);
+    /// Makes one record of each node within pages `first..=last` that is all one. Not while there is a plan.
+    pub(crate) fn join(&mut self, first: u64, last: u64) {
+        self.join_below(ROOT, self.top(), first, last);
     }
 
-    fn join_below(&mut self, id: u32, level: u32, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
+    fn join_below(&mut self, id: u32, level: u32, first: u64, last: u64) {
         let mut at = first;
         for i in Self::index(first, level)..=Self::index(last, level) {
             let (entry_first, entry_last) = Self::entry(at, level);
@@ -447,7 +446,7 @@ impl<F: Format> Records<F> {
             if word != 0 && Record::from_word(word).is_none() {
                 let child = Self::child(word);
                 if level + 1 < Self::LAST {
-                    self.join_below(child, level + 1, at, end, joined);
+                    self.join_below(child, level + 1, at, end);
                 }
                 if at == entry_first
                     && end == entry_last
@@ -456,7 +455,6 @@ impl<F: Format> Records<F> {
                     self.give(child, true);
                     self.nodes[id as usize].set(&mut self.words, i, record.word());
                     self.splits += 1; // as above
-                    joined(entry_first, entry_last);
                 }
             }
             at = end.wrapping_add(1);
@@ -476,6 +474,23 @@ impl<F: Format> Records<F> {
             return None;
         }
         (counts_up(words, word, step) && !self.is_fenced(first, last)).then_some(record)
+    }
+
+    /// The binding at or after `page`, if it begins at `end` or before: first page, last page and first record. What of
+    /// it lies before `page`, and behind `end`, may be missing: a binding may have millions of records.
+    pub(crate) fn binding(&self, page: u64, end: u64) -> Option<(u64, u64, Record)> {
+        let extent = self.next(page).filter(|extent| extent.first <= end)?;
+        let first = extent.first;
+        let mut page = first + extent.pages;
+        while page <= end
+            && let Some(next) = self.next(page)
+            && next.first == page
+            && next.record == extent.record.advance(page - first)
+            && !self.is_fence(page)
+        {
+            page += next.pages;
+        }
+        Some((first, page - 1, extent.record))
     }
 
     /// The first maximal entry that is bound at or after `page`, whole.

@@ -3,11 +3,11 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{Format, FormatId, Leaf, NamedAddr, PageTable, Run, Tables};
 
 use crate::facts::Facts;
-use crate::plan::{BindRun, Lists, NO_PAGE, Scratch, Step};
+use crate::plan::{BindRun, Breaking, Invalidate, Lists, NO_PAGE, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
 use crate::slots::{Full, NONE, NULL, Slots, key};
@@ -36,6 +36,7 @@ pub struct Vm<F, T: Tables> {
     facts: &'static Facts,
     /// True from the begin of a plan to its commit, or until it is taken back.
     pub(crate) planning: bool,
+    pub(crate) breaking: Breaking,
     pub(crate) scratch: Scratch<T::Addr>,
 }
 
@@ -124,6 +125,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             table,
             facts,
             scratch: Scratch::new(),
+            breaking: Breaking(None),
             planning: false,
         })
     }
@@ -142,6 +144,18 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         self.null = Some(Segment { addr, len });
         Ok(())
+    }
+
+    /// From now on changes by break-before-make, as Arm's architecture asks for where a device uses what is next to a
+    /// change, or what is replaced; with `None`, no more. Without it a bind over bindings writes valid entries over
+    /// valid ones, and an unbind of a part of a large leaf or of a group replaces it by its parts with single stores:
+    /// right for x86-64, RISC-V, VT-d, AMD and Arm's `BBML` 2, or while the device is quiet.
+    ///
+    /// `invalidate` is called by each commit, bind and unbind, while entries are clear: for each leaf that is split,
+    /// and for what a step of a batch unmaps or replaces before anything is mapped in its place. Those spans are not
+    /// among [`Committed::spans`]. A single page that is unbound is there as ever: invalidate it before the next bind.
+    pub fn break_before_make(&mut self, invalidate: Option<Invalidate>) {
+        self.breaking = Breaking(invalidate);
     }
 
     /// Checks a batch of requests and reserves whatever its commit may need in the worst case, so that it cannot fail.
@@ -279,7 +293,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Some(Committed::one(span, F::GRANULE.bytes()));
         }
         // A page of a group, in a chunk that stays in use: no table is needed or detached.
-        let (span, bytes) = self.table.clear_into(span, &mut Vec::new()).expect("what is bound is mapped");
+        let cleared = self.table.clear_into(span, &mut Vec::new(), self.breaking.hook());
+        let (span, bytes) = cleared.expect("what is bound is mapped");
         Some(Committed::one(span, bytes))
     }
 
@@ -294,7 +309,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.slots.unbound(record.slot(), 1);
         let released = self.slots.end_plan();
         // A leaf of its own, or one of a group, which is then split within its table.
-        let (span, bytes) = self.table.clear_into(span, &mut Vec::new()).expect("what is bound is mapped");
+        let cleared = self.table.clear_into(span, &mut Vec::new(), self.breaking.hook());
+        let (span, bytes) = cleared.expect("what is bound is mapped");
         Some(Committed { released, ..Committed::one(span, bytes) })
     }
 
@@ -748,7 +764,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Makes larger leaves within the span where bindings, by many requests perhaps, continue in the buffer object and
-    /// on the card, for whole tables at a time. Returns the number of tables that this freed. Bindings stay the same.
+    /// on the card: of whole tables, and of whole groups of entries in formats that have them. Returns the number of
+    /// tables that this freed. Bindings stay the same.
     ///
     /// `invalidate` is called once for each table that goes and each group of leaves that forms, while its addresses
     /// are not mapped, and returns when the device has forgotten them: the break-before-make order of the Arm
@@ -767,11 +784,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let (first, last) = pages_of::<F>(span);
         let Self { records, table, .. } = self;
-        let mut freed = 0;
-        records.join(first, last, &mut |first, last| {
-            let merged = table.merge(Self::span(first, last), &mut invalidate);
-            freed += merged.expect("whole pages within the VM");
-        });
+        records.join(first, last);
+        let larger = F::PAGE_SIZES.iter().nth(1).map_or(u64::MAX, PageSize::bytes);
+        let (mut freed, mut page) = (0, first);
+        while let Some((from, to, _)) = records.binding(page, last) {
+            let pages = Self::span(from.max(first), to.min(last));
+            if pages.len() >= larger {
+                freed += table.merge(pages, &mut invalidate).expect("whole pages within the VM");
+            }
+            page = to + 1;
+        }
         // Tables that were freed are there to be promised again, for splitting what they became.
         let tables = table.split_tables();
         if freed > 0 && !table.reserve(tables) {
@@ -795,22 +817,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.bindings_within(0, u64::MAX)
     }
 
-    /// Bindings of pages from `page` to `end`; what of the first lies before, and of the last behind, may be missing:
-    /// a binding may have millions of records.
+    /// Bindings of pages from `page` to `end`, as of [`Records::binding`].
     pub(crate) fn bindings_within(&self, mut page: u64, end: u64) -> impl Iterator<Item = Binding> {
         core::iter::from_fn(move || {
-            let extent = self.records.next(page).filter(|extent| extent.first <= end)?;
-            let first = extent.first;
-            page = first + extent.pages;
-            while page <= end
-                && let Some(next) = self.records.next(page)
-                && next.first == page
-                && next.record == extent.record.advance(page - first)
-                && !self.records.is_fence(page)
-            {
-                page += next.pages;
-            }
-            Some(self.binding(first, page - 1, extent.record))
+            let (first, last, record) = self.records.binding(page, end)?;
+            page = last + 1;
+            Some(self.binding(first, last, record))
         })
     }
 

@@ -146,6 +146,41 @@ fn the_texts() {
     );
 }
 
+/// Tables of AMD's IOMMU as others write them: pages of 8 KiB and 512 GiB, levels that are skipped, 64 bits.
+#[test]
+fn tables_of_others() {
+    let place = Place::mappings(json!([]));
+    let write = |entries: &[(usize, u64)]| {
+        let mut image = vec![0; 8192];
+        entries.iter().for_each(|(i, entry)| image[8 * i..8 * i + 8].copy_from_slice(&entry.to_le_bytes()));
+        fs::write(place.path("image.bin"), image).unwrap();
+    };
+    let (last, page) = (0x6000_0000_8000_1201, 0x7000_0000_1234_4e01);
+    // 2 MiB in a table of 4 KiB, as nobody writes it.
+    let other = 0x3000_0000_120f_fe01;
+    write(&[(0, last), (1, 0x7000_0080_0000_0001), (512 + 4, page), (512 + 5, page), (512 + 8, other)]);
+    let image = "image.bin -f amd-v1-4level --root 0x80000000";
+    assert_eq!(
+        place.text(&format!("dump {image}")),
+        "0x0000004000..=0x0000005fff -> 0x12344000  rw-  1 x 8 KiB\n\
+         0x8000000000..=0xffffffffff -> 0x8000000000  rw-  1 x 512 GiB\n\
+         2 runs, 512 GiB mapped, valid but not understood: 1\n"
+    );
+    assert_eq!(place.json(&format!("dump {image}"))["not_understood"], 1);
+    assert_eq!(
+        place.text(&format!("walk {image} 0x5123 0x8000 0x9000 0x205123")),
+        "0x5123 -> 0x12345123  rw-  8 KiB\n\
+         0x8000 -> fault at level 3: an entry that is valid, but not understood\n\
+         0x9000 -> fault at level 3: no mapping\n\
+         0x205123 -> fault at level 0: no mapping\n"
+    );
+    write(&[(127, last), (512 + 4, page)]);
+    assert_eq!(
+        place.text("dump image.bin -f amd-v1-6level --root 0x80000000"),
+        "0xfe00000000004000..=0xfe00000000005fff -> 0x12344000  rw-  1 x 8 KiB\n1 run, 8 KiB mapped\n"
+    );
+}
+
 #[test]
 fn nothing_mapped_is_an_image_too() {
     let place = Place::mappings(json!([]));

@@ -6,7 +6,7 @@ use dmalane_addr::{Access, PageSize, PageSizes};
 
 use super::rights::{bits, rights};
 use crate::format::MAX_LEVELS;
-use crate::{Entry, Format, Register};
+use crate::{Entry, Foreign, Format, Register};
 
 /// AMD I/O page tables for host translations ("v1") with 3 to 6 levels: 39, 48, 57 or 63-bit input, 52-bit output,
 /// leaves of 1 GiB, 2 MiB and 4 KiB; with `GROUPS` also of 16 times these: 16 GiB, 32 MiB and 64 KiB.
@@ -26,10 +26,11 @@ use crate::{Entry, Format, Register};
 /// | 61 | IR | [`Access::READ`]; 1 in table entries |
 /// | 62 | IW | [`Access::WRITE`]; 1 in table entries |
 ///
-/// All 16 entries of a group are the same. A table of the last level is level 1 in the specification. Two things that
-/// it allows are neither written nor understood, and count as invalid: entries that skip levels, and yet other page
-/// sizes. A walker combines the rights of all levels; table entries here grant both. Write-only leaves exist;
-/// [`Access::EXEC`] is not supported, nor are privileged accesses or kinds of memory.
+/// All 16 entries of a group are the same. A table of the last level is level 1 in the specification. Three things that
+/// it allows are not written, and are read by [`walk`](crate::walk()) alone: entries that skip levels, leaves of all
+/// other powers of two (as Linux writes them), and the 64th bit of an input address. A walker combines the rights of
+/// all levels; table entries here grant both. Write-only leaves exist; [`Access::EXEC`] is not supported, nor are
+/// privileged accesses or kinds of memory.
 ///
 /// Settings beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR
 /// and IW; the domain number in bits 79:64 to be added.
@@ -115,6 +116,30 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
         G && entry & NEXT_LEVEL == OTHER_SIZE
     }
 
+    const WALK_BITS: u32 = if L == 6 { 64 } else { Self::INPUT_BITS };
+
+    fn foreign(level: u32, entry: u64) -> Option<Foreign> {
+        if entry & PRESENT == 0 {
+            return None;
+        }
+        let address = entry & ADDRESS;
+        let own = 12 + 9 * (L - 1 - level);
+        let log2 = match (entry & NEXT_LEVEL) >> 9 {
+            0 => own,
+            // The lowest zero bit of the address is the highest within the page.
+            7 => (address | 0xfff).trailing_ones() + 1,
+            next if next < u64::from(L - 1 - level) => {
+                return Some(Foreign::Table { next: address, level: L - next as u32 });
+            }
+            _ => return None,
+        };
+        let size = PageSize::from_log2(log2 as u8).filter(|_| (own..own + 9).contains(&log2) && log2 < 52)?;
+        let aligned = log2 > own || address & (size.bytes() - 1) == 0;
+        let access = rights(entry, READ, WRITE);
+        let out = address & !(size.bytes() - 1);
+        (aligned && !access.is_empty()).then_some(Foreign::Leaf { out, size, access })
+    }
+
     #[inline]
     fn inherit(table: u64, leaf: u64) -> u64 {
         leaf & (table | !(READ | WRITE))
@@ -176,6 +201,29 @@ mod tests {
         assert_eq!(F::decode(2, 0x7000_0000_1234_7e01), Entry::Invalid, "64 KiB at the level of 2 MiB");
         assert_eq!(F::decode(0, 0x7000_0000_1234_7e01), Entry::Invalid);
         assert_eq!(AmdV1_4Level::decode(3, 0x7000_0000_1234_7e01), Entry::Invalid, "no groups");
+    }
+
+    /// As Linux (`generic_pt/fmt/amdv1.h`) writes them, and the specification's "Example Page Size Encodings".
+    #[test]
+    fn entries_of_others() {
+        type F = AmdV1<4, true>;
+        let leaf = |level, entry| match F::foreign(level, entry) {
+            Some(Foreign::Leaf { out, size, access }) => Some((out, size.bytes(), access)),
+            _ => None,
+        };
+        assert_eq!(leaf(3, 0x7000_0000_1234_4e01), Some((0x1234_4000, 8 << 10, Access::RW)));
+        assert_eq!(leaf(3, 0x3000_0000_1217_fe01), Some((0x1210_0000, 1 << 20, Access::READ)));
+        assert_eq!(leaf(3, 0x3000_0000_120f_fe01), None, "2 MiB at the level of 4 KiB");
+        assert_eq!(leaf(2, 0x7000_0000_4fff_fe01).map(|l| l.1), Some(512 << 20));
+        assert_eq!(leaf(2, 0x7000_0000_5fff_fe01), None, "1 GiB at the level of 2 MiB");
+        assert_eq!(leaf(2, 0x7000_0000_403f_fe01).map(|l| l.1), Some(8 << 20));
+        assert_eq!(leaf(0, 0x7000_0080_0000_0001), Some((0x80_0000_0000, 512 << 30, Access::RW)));
+        assert_eq!(leaf(0, 0x7000_0080_0000_1001), None, "not aligned");
+        assert_eq!(leaf(3, 0x1000_0000_1234_4e01), None, "no access");
+        // From level 4 to level 1.
+        let skips = F::foreign(0, 0x6000_0000_8000_1201);
+        assert_eq!(skips, Some(Foreign::Table { next: 0x8000_1000, level: 3 }));
+        assert_eq!(F::foreign(0, 0x6000_0000_8000_1a01), None, "upwards");
     }
 
     #[test]

@@ -195,6 +195,11 @@ impl Format for Armv7 {
     }
 
     #[inline]
+    fn is_present(entry: u64) -> bool {
+        entry & TYPE != 0
+    }
+
+    #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
         let f = match (level, entry & TYPE) {
             (0, TABLE) => return Entry::Table(entry & 0xffff_fc00),

@@ -89,6 +89,11 @@ impl<const L: u32> Format for VtdSecond<L> {
     }
 
     #[inline]
+    fn is_present(entry: u64) -> bool {
+        entry & (READ | WRITE) != 0
+    }
+
+    #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
         if entry & (READ | WRITE) == 0 || level >= L {
             return Entry::Invalid;

@@ -507,6 +507,9 @@ fn refusals<F: Format>() {
     for at in [top, u64::MAX] {
         assert_eq!((table.lookup(Iova::new(at)), table.translate(Iova::new(at))), (None, None));
         assert_eq!(table.runs(span(at, 1)).count(), 0);
+        if F::WALK_BITS > F::INPUT_BITS {
+            continue;
+        }
         let fault = walk::<F>(table.root().bits(), at, |_| panic!("nothing to fetch")).unwrap_err();
         assert_eq!((fault.level, fault.kind), (0, FaultKind::OutOfRange));
     }
@@ -580,7 +583,7 @@ fn table_addresses<F: Format>() {
     let base = PhysAddr::new(out_top - shape.root.bytes());
     let mut table = Table::<F, _>::new(HeapTables::new(base)).unwrap();
     let e = table.map(Iova::new(0), PhysAddr::new(0), page, Access::READ).unwrap_err();
-    assert!(matches!(e, Error::TableAddress { .. }));
+    assert!(matches!(e, Error::NoTables { .. }) && !table.reserve(1));
     assert_eq!(table.tables().in_use(), 1);
     assert_eq!(table.runs(whole::<F>()).count(), 0);
 }
@@ -611,9 +614,9 @@ fn table_memory<F: Format>() {
     let shape = TableShape::of::<F>();
     match plain(0).err().unwrap() {
         Error::TableSize { table, root } => assert_eq!((table, root), (shape.table, shape.root)),
-        e => assert!(shape == TableShape::ALL_4K && matches!(e, Error::NoTables { .. })),
+        e => assert!(matches!(e, Error::NoTables { .. })),
     }
-    if shape == TableShape::ALL_4K {
+    if (shape.root, shape.table) == (PageSize::SIZE_4K, PageSize::SIZE_4K) {
         assert_eq!(plain(1).unwrap().into_tables().0.in_use(), 0);
     }
     assert!(!F::registers(1 << 16).is_empty());

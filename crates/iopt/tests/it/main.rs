@@ -1,6 +1,7 @@
 //! The integration tests of this crate, linked once.
 
 mod conformance;
+mod dirty;
 mod failures;
 mod formats;
 mod operations;

@@ -51,6 +51,8 @@ struct Level {
     /// The address bits that choose the entry.
     index: (u32, u32),
     rows: Vec<Row>,
+    /// Rows that walks know and page tables do not; a table with the number of levels that are skipped.
+    foreign: Vec<(Row, usize)>,
 }
 
 struct Specification {
@@ -108,7 +110,7 @@ impl Row {
 fn levels(input: u32, shifts: &[u32], rows: impl Fn(u32) -> Vec<Row>) -> Vec<Level> {
     let mut high = input - 1;
     let level = |&low: &u32| {
-        let level = Level { index: (high, low), rows: rows(low) };
+        let level = Level { index: (high, low), rows: rows(low), foreign: vec![] };
         high = low - 1;
         level
     };
@@ -329,30 +331,42 @@ fn vtd(shifts: &[u32]) -> Specification {
 
 /// AMD 48882, tables "I/O Page Directory Entry" and "I/O Page Translation Entry"; levels counted from 1 at the bottom.
 fn amd(input: u32, shifts: &[u32], groups: bool) -> Specification {
-    let rows = |low: u32| {
-        let level = u64::from((low - 12) / 9 + 1);
-        let mut rows = Vec::new();
-        if level > 1 {
-            let none = Access::empty();
-            let next = table(&[(0, 0, 1), (11, 9, level - 1)], always(), (51, 12, 12));
-            rows.push(next.limit(61, 0, Access::READ, none).limit(62, 0, Access::WRITE, none));
-        }
-        if level <= 3 {
-            let page = [vec![(0, 0, 1), (11, 9, 0)], zero(low - 1, 12)].concat();
-            let some = vec![vec![(61, 61, 1)], vec![(62, 62, 1)]];
-            let rights = [when(&[(61, 61, 1)]), when(&[(62, 62, 1)]), never()];
-            rows.push(leaf(page, some, (51, low, low), low, rights));
-        }
-        if level <= 3 && groups {
-            // Next Level 7: the lowest zero bit of the address is the highest within the page.
-            let page = vec![(0, 0, 1), (11, 9, 7), (low + 3, low + 3, 0), (low + 2, 12, (1 << (low - 9)) - 1)];
-            let some = vec![vec![(61, 61, 1)], vec![(62, 62, 1)]];
-            let rights = [when(&[(61, 61, 1)]), when(&[(62, 62, 1)]), never()];
-            rows.push(leaf(page, some, (51, low + 4, low + 4), low + 4, rights));
-        }
-        rows
+    let none = Access::empty();
+    let next = |to: u64| {
+        let next = table(&[(0, 0, 1), (11, 9, to)], always(), (51, 12, 12));
+        next.limit(61, 0, Access::READ, none).limit(62, 0, Access::WRITE, none)
     };
-    Specification { entry_bytes: 8, levels: levels(input, shifts, rows) }
+    let page = |low: u32, size: u32| {
+        let when = match size {
+            _ if size == low => [vec![(0, 0, 1), (11, 9, 0)], zero(low - 1, 12)].concat(),
+            // Next Level 7: the lowest zero bit of the address is the highest within the page.
+            13 => vec![(0, 0, 1), (11, 9, 7), (12, 12, 0)],
+            _ => vec![(0, 0, 1), (11, 9, 7), (size - 1, size - 1, 0), (size - 2, 12, (1 << (size - 13)) - 1)],
+        };
+        let some = vec![vec![(61, 61, 1)], vec![(62, 62, 1)]];
+        let rights = [when_bit(61), when_bit(62), never()];
+        leaf(when, some, (51, size, size), size, rights)
+    };
+    let level = |low: u32| u64::from((low - 12) / 9 + 1);
+    let is_known = |low: u32, size: u32| low <= 30 && (size == low || groups && size == low + 4);
+    let rows = |low: u32| {
+        let table = (low > 12).then(|| next(level(low) - 1));
+        table
+            .into_iter()
+            .chain((low..low + 5).filter(|&size| is_known(low, size)).map(|size| page(low, size)))
+            .collect()
+    };
+    let mut levels = levels(input, shifts, rows);
+    for (level_here, &low) in levels.iter_mut().zip(shifts) {
+        let sizes = (low..low + 9).filter(|&size| size < 52 && !is_known(low, size));
+        let skips = (1..level(low).max(2) - 1).map(|to| (next(to), (level(low) - 1 - to) as usize));
+        level_here.foreign = sizes.map(|size| (page(low, size), 0)).chain(skips).collect();
+    }
+    Specification { entry_bytes: 8, levels }
+}
+
+fn when_bit(bit: u32) -> Any {
+    when(&[(bit, bit, 1)])
 }
 
 /// RISC-V privileged architecture: figures of the page table entries, and the steps of "Virtual Address Translation
@@ -454,10 +468,17 @@ fn one_holds(entry: u64, any: &Any) -> bool {
 impl Level {
     /// The row for an entry, and the address in it.
     fn read(&self, entry: u64) -> Option<(&Row, u64)> {
-        let row = self.rows.iter().find(|row| holds(entry, &row.when) && one_holds(entry, &row.one_of))?;
-        let (high, low, to) = row.address;
-        let more = row.more.map_or(0, |(high, low, to)| bits(entry, high, low) << to);
-        Some((row, bits(entry, high, low) << to | more))
+        self.rows.iter().find_map(|row| Some((row, row.read(entry)?)))
+    }
+}
+
+impl Row {
+    /// The address in an entry, if it is one of this row.
+    fn read(&self, entry: u64) -> Option<u64> {
+        let (high, low, to) = self.address;
+        let more = self.more.map_or(0, |(high, low, to)| bits(entry, high, low) << to);
+        let is = holds(entry, &self.when) && one_holds(entry, &self.one_of);
+        is.then(|| bits(entry, high, low) << to | more)
     }
 }
 
@@ -484,13 +505,22 @@ impl Leaf {
 impl Specification {
     /// Address, size as a logarithm, and access, which is empty when no access is permitted; nothing for another fault.
     fn walk(&self, root: u64, at: u64, load: impl Fn(u64) -> Option<u64>) -> Option<(u64, u32, Access)> {
-        let (mut table, mut limits) = (root, Vec::new());
+        let (mut table, mut limits, mut skip) = (root, Vec::new(), 0);
         for level in &self.levels {
+            if skip > 0 {
+                skip -= 1;
+                if bits(at, level.index.0, level.index.1) != 0 {
+                    return None;
+                }
+                continue;
+            }
             let index = bits(at, level.index.0, level.index.1);
             let byte = table.checked_add(index * self.entry_bytes)?;
             let low = byte % 8 * 8;
             let entry = bits(load(byte & !7)?, (low + self.entry_bytes * 8 - 1) as u32, low as u32);
-            let (row, address) = level.read(entry)?;
+            let foreign = || level.foreign.iter().find_map(|(row, skip)| Some((row, row.read(entry)?, *skip)));
+            let (row, address, skipped) = level.read(entry).map(|(row, address)| (row, address, 0)).or_else(foreign)?;
+            skip = skipped;
             match &row.leaf {
                 None => table = address,
                 Some(leaf) => {

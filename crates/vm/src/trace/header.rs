@@ -29,6 +29,8 @@ pub struct TraceHeader {
     pub reserved: Option<Span<DeviceVa>>,
     /// The page that null ranges map; without it there can be no null range.
     pub null_page: Option<Segment<CardAddr>>,
+    /// True for changes by break-before-make ([`Vm::break_before_make`](crate::Vm::break_before_make)).
+    pub break_before_make: bool,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -44,6 +46,8 @@ struct Raw {
     reserved: Option<RawSpan>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     null_page: Option<RawSegment>,
+    #[serde(default, skip_serializing_if = "core::ops::Not::not")]
+    break_before_make: bool,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -109,12 +113,14 @@ impl TraceHeader {
         if version != VERSION {
             return Err(TraceError::Version(version));
         }
-        let Raw { format, range, reserved, null_page, .. } = serde_json::from_slice(bytes).map_err(no_header)?;
+        let Raw { format, range, reserved, null_page, break_before_make, .. } =
+            serde_json::from_slice(bytes).map_err(no_header)?;
         Ok(Self {
             format,
             range: range.map(RawSpan::span).transpose()?,
             reserved: reserved.map(RawSpan::span).transpose()?,
             null_page: null_page.map(RawSegment::segment),
+            break_before_make,
         })
     }
 
@@ -127,6 +133,7 @@ impl TraceHeader {
             range: self.range.map(RawSpan::of),
             reserved: self.reserved.map(RawSpan::of),
             null_page: self.null_page.as_ref().map(RawSegment::of),
+            break_before_make: self.break_before_make,
         })
     }
 
@@ -141,6 +148,9 @@ impl TraceHeader {
         let mut vm = any_vm(format, self.range.unwrap_or(whole), self.reserved, tables)?;
         if let Some(page) = self.null_page {
             vm.set_null_page(page.addr, page.len)?;
+        }
+        if self.break_before_make {
+            vm.break_before_make(Some(Box::new(|_| ()))); // no device remembers anything
         }
         Ok(vm)
     }
@@ -159,6 +169,7 @@ mod tests {
                 range: Span::new(DeviceVa::new(1 << 63), 1 << 63),
                 reserved: Span::new(DeviceVa::new(3), 4),
                 null_page: Some(Segment { addr: CardAddr::new(1 << 32), len: 1 << 14 }),
+                break_before_make: true,
             },
         ] {
             assert_eq!(TraceHeader::parse(header.line().unwrap().as_bytes()).unwrap(), header);
@@ -187,7 +198,7 @@ mod tests {
     fn a_vm_as_the_header_says() {
         let span = |va, len| Span::new(DeviceVa::new(va), len);
         let page = |len| Some(Segment { addr: CardAddr::new(1 << 32), len });
-        let header = |range, reserved, null_page| TraceHeader { format: None, range, reserved, null_page };
+        let header = |range, reserved, null_page| TraceHeader { range, reserved, null_page, ..TraceHeader::default() };
         let vm = |h: TraceHeader| h.vm(FormatId::agx_uat).map(|vm| vm.range());
         assert_eq!(vm(TraceHeader::default()).unwrap(), span(0, 1 << 39).unwrap());
         let good = header(span(1 << 20, 1 << 30), span(1 << 20, 1 << 14), page(1 << 14));

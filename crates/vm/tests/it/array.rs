@@ -130,7 +130,9 @@ fn refusals_by_name_and_number() {
     let (mut vm, handles, bo, stale) = setup();
     let at = 32 * PAGE;
     let table: &[(&str, ArrayOperation, &str, Errno)] = &[
-        ("bit 3", operation(RW | 8, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
+        ("bit 6", operation(RW | 64, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
+        ("mmio alone", operation(ArrayOperation::MMIO, bo, 0, PAGE, at), "no_access", Errno::Inval),
+        ("mmio on AGX", operation(RW | ArrayOperation::MMIO, bo, 0, PAGE, at), "unsupported_access", Errno::NotSup),
         ("bit 31", operation(RW | 1 << 31, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
         ("bit 23", operation(RW | 1 << 23, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
         ("kind 15", operation(RW | 15 << 8, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),

@@ -2,6 +2,7 @@
 
 mod any;
 mod array;
+mod breaking;
 #[path = "../geometries/mod.rs"]
 mod geometries;
 mod long;

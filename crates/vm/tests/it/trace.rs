@@ -265,7 +265,7 @@ proptest! {
         let null_page = dmalane_addr::Segment { addr: CardAddr::new(1 << 33), len: PAGE };
         vm.set_null_page(null_page.addr, null_page.len).unwrap();
         let (range, null_page) = (Some(range), Some(null_page));
-        let header = TraceHeader { format: Some("agx-uat".into()), range, null_page, reserved: None };
+        let header = TraceHeader { format: Some("agx-uat".into()), range, null_page, ..TraceHeader::default() };
         let mut recorder = Recorder::new(Vec::new(), &header).unwrap();
         for batch in batches {
             let requests: Vec<BindRequest> = batch.into_iter().map(|(which, page, offset, pages)| {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, SgIndex, Span};
-use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
+use dmalane_iopt::{Arm64S1_4k, Armv7, Format, HeapTables, TableShape, Tables, X86_64_4Level};
 use dmalane_vm::{AnyVm, BindRequest, BindingTarget, Bo, Committed, Error, PlanError, Vm};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -421,6 +421,44 @@ fn a_vm_that_cannot_be() {
 /// The cases that Linux lists for its GPU VA manager (kernel documentation, "DRM GPUVM", "Split and Merge"), without
 /// its merging. One binding of buffer 0 is at pages 4 to 7 from page 10 of the buffer; request pages; what must be
 /// there.
+/// Memory for tables that goes on behind the last address that an entry can name.
+#[test]
+fn table_memory_at_the_end_of_addresses() {
+    fn fill<F: Format>() {
+        let shape = TableShape::of::<F>();
+        let range = Span::new(DeviceVa::new(0), 1 << F::INPUT_BITS).unwrap();
+        let page = F::GRANULE.bytes();
+        let bo =
+            Arc::new(Bo::of_segments(1, [Segment { addr: CardAddr::new(0), len: page << F::INDEX_BITS }]).unwrap());
+        for tables in 0..5 {
+            let base = (1 << F::OUTPUT_BITS) - (1 + tables) * shape.root.bytes();
+            let mut vm = Vm::<F, _>::new(range, HeapTables::new(CardAddr::new(base))).unwrap();
+            // Pages at both ends and between, then whole tables: a table each at least, until there is none.
+            let (pages, whole) = ((1u64 << F::INPUT_BITS) / page, 1 << F::INDEX_BITS);
+            let places =
+                (0..40).flat_map(|n| [(n * 3 * whole, 1), (pages - 1 - n * 3 * whole, 1), (n * 3 * whole, whole)]);
+            let mut refused = 0;
+            for (first, count) in places {
+                let va = DeviceVa::new(first * page);
+                let bind = BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: count * page, access: Access::RW };
+                match vm.apply(vec![bind], false) {
+                    Ok(committed) => vm.invalidated(committed),
+                    Err(e) => {
+                        assert!(matches!(e.error, Error::NoTables { .. }), "{e:?}");
+                        refused += 1;
+                    }
+                }
+            }
+            assert!(refused > 0 && (tables < 4 || refused < 120), "{}: {refused}", F::NAME);
+            let committed = run(&mut vm, [BindRequest::Unbind(range)]);
+            vm.invalidated(committed);
+        }
+    }
+    fill::<X86_64_4Level>();
+    fill::<Arm64S1_4k>();
+    fill::<Armv7>();
+}
+
 #[test]
 fn split_cases() {
     const OLD: Access = Access::RW;

@@ -115,13 +115,22 @@ pub fn walk(format: FormatId, image: &Image, root: u64, user: bool, at: u64) -> 
 }
 
 /// Everything that the tables below `root` map, for unprivileged accesses if `user`.
-pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Vec<DumpRun>, Endless> {
+pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Dumped, Endless> {
     with_format!(format, F => dump_as::<F>(image, root, user))
 }
 
 fn walk_as<F: Format>(image: &Image, root: u64, user: bool, at: u64) -> Result<Walked, WalkFault> {
     let load = |entry| image.entry(entry);
     if user { iopt::walk::<F>(root, at, load) } else { iopt::walk_privileged::<F>(root, at, load) }
+}
+
+/// What tables hold.
+#[derive(Default)]
+pub struct Dumped {
+    /// What they map.
+    pub runs: Vec<DumpRun>,
+    /// Entries that are valid, but not understood ([`FaultKind::NotUnderstood`]).
+    pub not_understood: u64,
 }
 
 /// A part of the input space that leaves of one size map to a part of the output space.
@@ -180,9 +189,9 @@ fn most_entries(image: &Image) -> u64 {
 
 /// Walks from each leaf or hole to the next. That is a few loads more than a descent of its own would take, and leaves
 /// a single piece of code that says what tables mean.
-fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Vec<DumpRun>, Endless> {
-    let mut runs: Vec<DumpRun> = Vec::new();
-    let mut at = 0;
+fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Dumped, Endless> {
+    let (mut dumped, mut at) = (Dumped::default(), 0);
+    let runs = &mut dumped.runs;
     for _ in 0..most_entries(image) {
         let step = match walk_as::<F>(image, root, user, at) {
             Ok(leaf) => {
@@ -200,12 +209,16 @@ fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Vec<DumpRu
                 }
                 len
             }
-            Err(WalkFault { kind: FaultKind::OutOfRange, .. }) => return Ok(runs),
-            Err(fault) => entry_bytes::<F>(fault.level),
+            Err(WalkFault { kind: FaultKind::OutOfRange, .. }) => return Ok(dumped),
+            Err(fault) => {
+                dumped.not_understood += u64::from(fault.kind == FaultKind::NotUnderstood);
+                let bytes = entry_bytes::<F>(fault.level);
+                bytes - (at & (bytes - 1))
+            }
         };
         match at.checked_add(step) {
             Some(next) => at = next,
-            None => return Ok(runs),
+            None => return Ok(dumped),
         }
     }
     Err(Endless::Entries(most_entries(image)))

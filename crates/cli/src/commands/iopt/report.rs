@@ -8,7 +8,7 @@ use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
 use dmalane::vm::trace::Number;
 use serde_json::{Value, json};
 
-use super::formats::{self, DumpRun};
+use super::formats::{self, DumpRun, Dumped};
 use super::source::ImageSource;
 use crate::failure::Failure;
 use crate::layout::{Table, count, plain};
@@ -122,6 +122,7 @@ fn head(command: &str, source: &ImageSource) -> Value {
 fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
     let kind = |fault: WalkFault| match fault.kind {
         FaultKind::NotPresent => "not_present",
+        FaultKind::NotUnderstood => "not_understood",
         FaultKind::Denied => "denied",
         FaultKind::BadTable => "bad_table",
         FaultKind::OutOfRange => "out_of_range",
@@ -136,7 +137,8 @@ fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
 }
 
 /// The mappings of the tables.
-pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failure> {
+pub fn dumped(source: &ImageSource, dumped: &Dumped) -> Result<ExitCode, Failure> {
+    let Dumped { runs, not_understood } = dumped;
     // A table that is reached by many ways is mapped as often: the sum may be more than 64 bits hold.
     let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len));
     let run = |run: &DumpRun| {
@@ -152,6 +154,7 @@ pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failur
     let all = || {
         let mut report = head("iopt dump", source);
         report["mapped_bytes"] = mapped_bytes.into();
+        report["not_understood"] = (*not_understood).into();
         report["runs"] = runs.iter().map(run).collect();
         report
     };
@@ -162,6 +165,10 @@ pub fn dumped(source: &ImageSource, runs: &[DumpRun]) -> Result<ExitCode, Failur
             format!("{va:#0w$x}..={last:#0w$x} -> {pa:#x}  {access}  {count} x {page}\n")
         };
         let lines: String = runs.iter().map(line).collect();
-        format!("{lines}{}, {} mapped\n", count(runs.len(), "run"), size::binary(mapped_bytes))
+        let others = match *not_understood {
+            0 => String::new(),
+            n => format!(", valid but not understood: {n}"),
+        };
+        format!("{lines}{}, {} mapped{others}\n", count(runs.len(), "run"), size::binary(mapped_bytes))
     })
 }
