@@ -107,7 +107,7 @@ impl BufferRef {
     pub fn check_pages(&self, range: &Range<usize>, page: usize) -> Result<(), Error> {
         let len = self.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(page) {
-            return Err(Error::BadRange { range: range.clone(), len });
+            return Err(Error::BadRange { range: range.clone(), len, page });
         }
         Ok(())
     }
