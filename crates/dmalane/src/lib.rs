@@ -24,6 +24,7 @@
 
 mod card_server;
 mod causes;
+mod config_space;
 pub mod devices;
 mod open;
 mod open_options;

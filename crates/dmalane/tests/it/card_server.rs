@@ -129,6 +129,19 @@ fn it_is_a_pci_device() {
     // Advanced features, by which a kernel resets the function.
     let features = usize::from(config[msix + 1]);
     assert_eq!(config[features..features + 6], [0x13, 0, 6, 3, 0, 0]);
+    // The BARs have sizes that a VMM finds by writing ones; what is not there reads zero, and what is fixed stays.
+    let config_after = |at: u64, bytes: [u8; 4]| {
+        bus.write_region(7, at, &bytes).unwrap();
+        let mut read = [0; 4];
+        bus.read_region(7, at, &mut read).unwrap();
+        u32::from_le_bytes(read)
+    };
+    let sizes = [0x10, 0x14, 0x18, 0x1c, 0x20, 0x24, 0x30].map(|at| config_after(at, [0xff; 4]));
+    assert_eq!(sizes, [0xffff_0000, 0, 0xfe00_000c, 0xffff_ffff, 0xffff_f000, 0, 0]);
+    assert_eq!(config_after(0, [0; 4]), u32::from(CARD_PCI_ID.1) << 16 | u32::from(CARD_PCI_ID.0));
+    assert_eq!(config_after(4, [0x47, 0xff, 0xff, 0xff]), 0x0010_0146, "command and status");
+    assert_eq!(config_after(4, [6, 0, 0, 0]), 0x0010_0006);
+    assert_eq!(config_after(8, [0xff; 4]), 0x1200_0000);
     // Registers that are not there, and places past the end.
     assert!(bus.read32(0, 0x8000).is_err() && bus.read32(0, 1 << 20).is_err() && bus.read32(1, 0).is_err());
     assert!(
