@@ -64,7 +64,7 @@ pub use heap::{
 };
 pub use interrupts::InterruptEvents;
 pub use memory::BufferRef;
-pub use mmio::Mmio;
+pub use mmio::{Mmio, aligned_words};
 pub use pagemap::physical_runs;
 pub use pages::{NoPages, PageBacking, PageKind};
 pub use peer::{PeerError, check_peer, trusted_users};

@@ -411,7 +411,7 @@ impl UserBus {
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         self.check_range(region, offset, into.len())?;
         if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, into.len())) {
-            slice.read(into);
+            load(&slice, offset, into);
             return Ok(());
         }
         let mut at = offset;
@@ -457,16 +457,30 @@ impl UserBus {
     }
 }
 
-/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read
+/// Reads bytes at an offset of a region, aligned words of 32 and 64 bits in one access each, since the device may write
 /// them at any time.
-fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
-    match from.as_chunks::<8>() {
-        (words, []) if offset.is_multiple_of(8) => {
-            for (i, word) in words.iter().enumerate() {
-                slice.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the slice");
-            }
+fn load(slice: &VolatileSlice<'_>, offset: u64, into: &mut [u8]) {
+    for word in dma::aligned_words(offset as usize, into.len()) {
+        let (at, into) = (word.start, &mut into[word]);
+        match into.len() {
+            8 => slice.load_u64(at).map(|word| into.copy_from_slice(&word.to_le_bytes())),
+            4 => slice.load_u32(at).map(|word| into.copy_from_slice(&word.to_le_bytes())),
+            len => slice.sub(at, len).map(|slice| slice.read(into)),
         }
-        _ => slice.write(from),
+        .expect("an aligned word within the slice");
+    }
+}
+
+/// Writes bytes at an offset of a region, as [`load`] reads them.
+fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
+    for word in dma::aligned_words(offset as usize, from.len()) {
+        let at = word.start;
+        match from[word] {
+            [a, b, c, d, e, f, g, h] => slice.store_u64(at, u64::from_le_bytes([a, b, c, d, e, f, g, h])),
+            [a, b, c, d] => slice.store_u32(at, u32::from_le_bytes([a, b, c, d])),
+            ref bytes => slice.sub(at, bytes.len()).map(|slice| slice.write(bytes)),
+        }
+        .expect("an aligned word within the slice");
     }
 }
 
