@@ -367,14 +367,16 @@ int32_t dml_target_submit(dml_target target, const void *operations, size_t stri
 int32_t dml_target_cancel(dml_target target, uint64_t user);
 /* Waits for up to `timeout_ms` milliseconds (0: only looks; UINT64_MAX: no limit) until an operation has ended or none
  * is in flight, and writes up to `capacity` completions. A completion may say that its operation failed;
- * dml_last_error() then has the details of the last that did. */
+ * dml_last_error() then has the details of the last that did. -ENODEV: the device is lost, or did not stop within two
+ * seconds. Everything in flight then ends so, and all objects can be destroyed; memory that the device may still reach
+ * is never used again. */
 int32_t dml_target_poll(dml_target target, struct dml_completion *done, size_t capacity, uint64_t timeout_ms,
 	size_t *count);
 /* Stops all operations: those in flight end soon, with -ECANCELED unless they were done, and are polled as ever;
  * further ones are refused. -EOPNOTSUPP where the device cannot. */
 int32_t dml_target_stop(dml_target target);
-/* Lets the device work again. -EBUSY while completions have not been polled;
- * -EINVAL if it has not stopped, or cannot run again. */
+/* Lets the device work again. -EBUSY while completions have not been polled; -EINVAL if it has not stopped; -ENODEV if it
+ * does not answer. */
 int32_t dml_target_restart(dml_target target);
 
 #define DML_LOAD_VERIFY (1u << 0) /* reads everything back and compares it with the file; -EBADMSG if it differs */

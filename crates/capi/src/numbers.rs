@@ -7,7 +7,7 @@ use dmalane::file;
 use dmalane::load::Error as LoadError;
 use dmalane::load::fill::FillError;
 use dmalane::queue::{OpError, Refusal, StopReason};
-use dmalane::{OpenError, error_chain};
+use dmalane::{OpenError, error_chain, is_lost};
 use dmalane_vm::Errno;
 use dmalane_vm::array::ArrayError;
 
@@ -16,7 +16,7 @@ use crate::objects::{Number, Refused};
 // Numbers of asm-generic/errno.h that the bind manager has no use for.
 const EIO: i32 = 5;
 const EAGAIN: i32 = 11;
-const ENODEV: i32 = 19;
+pub(crate) const ENODEV: i32 = 19;
 const EISDIR: i32 = 21;
 pub(crate) const ESPIPE: i32 = 29;
 const ENODATA: i32 = 61;
@@ -84,13 +84,11 @@ pub(crate) fn number_of(error: &OpError) -> Number {
 
 /// The number for an error of a device's driver: that of a lost device, or else this one.
 fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
-    use dmalane::{cuda, vulkan};
-    if let Some(vulkan::Error::NoAddresses { .. }) = error.downcast_ref() {
-        return Errno::NoMem.into();
+    match error.downcast_ref() {
+        Some(dmalane::vulkan::Error::NoAddresses { .. }) => Errno::NoMem.into(),
+        _ if is_lost(error) => Number::Kernel(ENODEV),
+        _ => otherwise,
     }
-    let lost = matches!(error.downcast_ref(), Some(vulkan::Error::Lost(_)))
-        || matches!(error.downcast_ref(), Some(cuda::Error::Lost(_)));
-    if lost { Number::Kernel(ENODEV) } else { otherwise }
 }
 
 fn number_of_memory(error: &MemoryError) -> Number {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -9,8 +10,8 @@ use dmalane::device::AddressSpaceKind;
 use dmalane::dma::{BufferSlice, SharedBuf};
 use dmalane::load::{Loaded, LoadedTensor};
 use dmalane::queue::{
-    Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refused as NotAccepted,
-    Registered, Shape, StopReason, Ticket,
+    Cancelled, Capabilities, Completion, Direction, HaltWatch, HostSlice, OpError, Operation, Queue,
+    Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
 };
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenDevice, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
@@ -18,7 +19,7 @@ use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
 use crate::buffers;
 use crate::models;
-use crate::numbers::{EALREADY, number_of, number_of_refusal};
+use crate::numbers::{EALREADY, ENODEV, number_of, number_of_refusal};
 use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none, remove};
 use crate::types::{DmlCompletion, DmlTargetInfo, DmlTargetOp, DmlTensor};
 
@@ -42,6 +43,9 @@ struct Opened {
     ranges: BTreeMap<u64, (Span<DeviceVa>, u32)>,
     /// Operations in flight, by ticket.
     flying: BTreeMap<u64, Flying>,
+    /// The host memory of those that have ended for C, but that a lost device has not let go of.
+    lost: BTreeMap<u64, Vec<Arc<HostMemory>>>,
+    watch: HaltWatch,
     /// Completions that were polled and are not yet given to C.
     done: Vec<Completion>,
 }
@@ -58,6 +62,8 @@ struct HostMemory {
     len: usize,
     /// The slices that no operation owns, by offset.
     idle: Mutex<BTreeMap<usize, BufferSlice>>,
+    /// Operations of a lost device that keep slices.
+    lost: AtomicUsize,
 }
 
 /// Files on a target. `None` once they were unloaded.
@@ -97,8 +103,16 @@ fn busy(what: impl std::fmt::Display) -> Refused {
 
 pub(crate) fn open(name: &str) -> Result<u64, Refused> {
     let device = dmalane::open(name)?;
-    let (memory, ranges, flying) = (Handles::default(), BTreeMap::new(), BTreeMap::new());
-    let opened = Opened { device, closed: false, memory, ranges, flying, done: Vec::new() };
+    let opened = Opened {
+        device,
+        closed: false,
+        memory: Handles::default(),
+        ranges: BTreeMap::new(),
+        flying: BTreeMap::new(),
+        lost: BTreeMap::new(),
+        watch: HaltWatch::default(),
+        done: Vec::new(),
+    };
     Ok(lock(&TARGETS).add(Target(Mutex::new(opened))))
 }
 
@@ -139,7 +153,7 @@ pub(crate) fn close(target: u64) -> Result<(), Refused> {
 fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut c_void) {
     let (len, at) = (buffer.len(), buffer.as_volatile_slice().as_ptr().cast());
     let idle = Mutex::new(BTreeMap::from([(0, buffer.into_slice())]));
-    (lock(&MEMORIES).add(HostMemory { via, len, idle }), at)
+    (lock(&MEMORIES).add(HostMemory { via, len, idle, lost: AtomicUsize::new(0) }), at)
 }
 
 pub(crate) fn create_memory(target: u64, len: u64) -> Result<(u64, *mut c_void), Refused> {
@@ -160,7 +174,7 @@ pub(crate) fn register_buffer(target: u64, buffer: u64) -> Result<(u64, *mut c_v
 
 pub(crate) fn destroy_memory(memory: u64) -> Result<(), Refused> {
     let found = lock(&MEMORIES).get(memory, "host memory")?;
-    if lock(&found.idle).get(&0).is_none_or(|part| part.len() < found.len) {
+    if found.lost.load(Ordering::Relaxed) == 0 && lock(&found.idle).get(&0).is_none_or(|part| part.len() < found.len) {
         return Err(busy("an operation in flight uses the host memory"));
     }
     remove(&MEMORIES, memory, "host memory")
@@ -414,6 +428,9 @@ impl Opened {
         if before.iter().any(|part| part.kind != last.kind | MORE) || !before.is_empty() && last.rows > 0 {
             return Err(Refused::new(Errno::Inval, "a gather list of different kinds, or with rows"));
         }
+        if !self.lost.is_empty() {
+            return Err(Refused::new(Number::Kernel(ENODEV), "the device was lost with operations in flight"));
+        }
         let (mut memories, mut hosts) = (Vec::new(), Vec::new());
         if matches!(last.kind, TO_DEVICE | TO_HOST | COMPARE) {
             for part in list {
@@ -463,6 +480,36 @@ impl Opened {
         }
     }
 
+    /// Waits for completions, for up to `timeout`. A device that has halted and does not let go of the operations in
+    /// flight is lost: they end, and what they use stays with the queue.
+    fn wait(&mut self, timeout: Duration) {
+        let Self { device, flying, lost, watch, done, .. } = self;
+        let queue = device.queue_mut();
+        queue.wait(done, timeout);
+        done.retain_mut(|completion| {
+            let Some(memories) = lost.remove(&completion.ticket.number()) else { return true };
+            give_back(&memories, std::mem::replace(&mut completion.operation, Operation::fence()).into_host());
+            memories.iter().for_each(|memory| _ = memory.lost.fetch_sub(1, Ordering::Relaxed));
+            false
+        });
+        if done.is_empty()
+            && let Some(why) = watch.lost(queue)
+        {
+            let why = match why {
+                StopReason::Lost(_) => why,
+                why => StopReason::Lost(format!("it does not stop: {why}").into()),
+            };
+            for (number, flying) in flying {
+                let memories = std::mem::take(&mut flying.memories);
+                memories.iter().for_each(|memory| _ = memory.lost.fetch_add(1, Ordering::Relaxed));
+                lost.insert(*number, memories);
+                let result = Err(OpError::Stopped(why.clone()));
+                done.push(Completion { ticket: Ticket::new(*number), operation: Operation::fence(), result, bytes: 0 });
+            }
+        }
+        done.reverse(); // taken from the end
+    }
+
     /// The next completion, as C gets it, with the text of its error.
     fn ended(&mut self) -> Option<(DmlCompletion, Option<String>)> {
         let completion = self.done.pop()?;
@@ -493,12 +540,10 @@ pub(crate) fn poll(
             return Ok(());
         }
         let left = timeout.saturating_sub(start.elapsed()).min(TURN);
-        let Opened { device, done, .. } = &mut *opened;
-        if done.is_empty() {
-            device.queue_mut().wait(done, left);
-            done.reverse(); // taken from the end
+        if opened.done.is_empty() {
+            opened.wait(left);
         }
-        if !done.is_empty() {
+        if !opened.done.is_empty() {
             for _ in 0..capacity {
                 let Some((ended, text)) = opened.ended() else { break };
                 each(ended, text)?;
@@ -528,8 +573,15 @@ pub(crate) fn stop(target: u64) -> Result<(), Refused> {
 /// Lets stopped queues run again.
 pub(crate) fn restart(target: u64) -> Result<(), Refused> {
     let target = Target::of(target)?;
-    let restarted = target.lock_idle()?.device.queue_mut().restart();
-    restarted.then_some(()).ok_or_else(|| Refused::new(Errno::Inval, "no queue has stopped that can run again"))
+    let mut opened = target.lock_idle()?;
+    // A device that was lost may have let go of its operations since.
+    opened.wait(Duration::ZERO);
+    let queue = opened.device.queue_mut();
+    if queue.restart() {
+        return Ok(());
+    }
+    let halted = queue.halted().ok_or_else(|| Refused::new(Errno::Inval, "no queue has stopped"))?;
+    Err(Refused::new(Number::Kernel(ENODEV), format_args!("the device does not answer: {halted}")))
 }
 
 /// `DML_LOAD_VERIFY`.

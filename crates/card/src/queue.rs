@@ -352,7 +352,8 @@ impl<B: Mmio> CardQueue<B> {
         completion
     }
 
-    /// Checks for a halt of the card, and for the confirmation of a stop, with which everything in flight ends.
+    /// Checks for a halt of the card, and for the confirmation of a stop, with which everything in flight ends, as with
+    /// the end of the card.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
         // A failed read yields an unknown status.
         let status = self.registers().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
@@ -364,8 +365,14 @@ impl<B: Mmio> CardQueue<B> {
                 let reason = self.why_halted(status);
                 self.stop(reason);
             }
-            Some(reason) if status == 0 => {
-                let stopped = OpError::Stopped(reason.clone());
+            Some(reason) if status == 0 || self.bus.is_gone() => {
+                // A device that is gone has not obeyed, whatever the queue was stopped for.
+                let reason = match reason {
+                    StopReason::Lost(_) => reason.clone(),
+                    _ if self.bus.is_gone() => StopReason::Lost("the device is gone".into()),
+                    _ => reason.clone(),
+                };
+                let stopped = OpError::Stopped(reason);
                 self.long.clear();
                 while let Some(completion) = self.flying.pop() {
                     if !self.taken_back.remove(&completion.ticket.number()) {
@@ -416,7 +423,7 @@ impl<B: Mmio> CardQueue<B> {
     fn wait_for_stop(&mut self) -> bool {
         let _ = self.registers().write(self.register(regs::CH_CONTROL), 0);
         let (device, status) = (self.registers(), self.register(regs::CH_STATUS));
-        device.until("stop a channel", || Ok(device.read(status)? == 0)).is_ok()
+        device.until("stop a channel", || Ok(device.0.is_gone() || device.read(status)? == 0)).is_ok()
     }
 }
 

@@ -48,6 +48,12 @@ pub trait Mmio: Registrar {
         true
     }
 
+    /// True when the device is gone for good and has made its last access to memory: the process that served it has
+    /// ended. What it held can be released then, as after a stop that the device confirmed.
+    fn is_gone(&self) -> bool {
+        false
+    }
+
     /// Waits for an interrupt, for at most `timeout`; true when one came. May return early without one.
     fn wait(&self, timeout: Duration) -> bool;
 }

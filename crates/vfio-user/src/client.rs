@@ -569,6 +569,10 @@ impl Mmio for UserBus {
             .map_err(|e| register_error(e, no_register(bar, offset, bytes.len())))
     }
 
+    fn is_gone(&self) -> bool {
+        lock(&self.inner.socket).gone
+    }
+
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
     }
