@@ -287,6 +287,7 @@ struct dml_target_info {
 	uint64_t page; /* smallest page of its address space */
 	uint64_t max_len; /* bytes of one operation, at most */
 	uint64_t capacity; /* operations in flight, at most */
+	uint64_t max_parts; /* operations of one gather list, at most; UINT64_MAX: no limit */
 	uint32_t flags; /* DML_TARGET_FLAT and so on */
 	uint32_t zero;
 };
@@ -326,7 +327,7 @@ int32_t dml_target_bind(dml_target target, const void *operations, size_t stride
 /* Kinds of operations: */
 #define DML_TO_DEVICE 0u /* copy from host memory to `at` */
 #define DML_TO_HOST 1u   /* copy from `at` to host memory */
-#define DML_WITHIN 2u    /* copy from `value`, an address of the device, to `at`; the ranges do not overlap */
+#define DML_WITHIN 2u    /* copy from `value`, an address of the device, to `at`; -EINVAL where they overlap */
 #define DML_FILL 3u      /* repeat the eight bytes of `value`, the lowest first, from `at` on */
 #define DML_COMPARE 4u   /* compare host memory with `at`; ends with -EBADMSG where they differ */
 #define DML_FENCE 5u     /* what follows begins when everything before has ended */
@@ -359,7 +360,7 @@ struct dml_completion {
  * with `offset`; bytes beyond the structure must be 0. They run and end in any order: one that needs the effect of
  * another is submitted behind a DML_FENCE, or once that was polled. Stops at the first that is refused and returns its
  * error; `accepted` is the number of those before it, without a part of a gather list.
- * -EAGAIN: poll, then submit the rest. -EBUSY: an operation in flight uses the host memory. -EOPNOTSUPP: the device
+ * -EAGAIN: poll, then submit the rest. -E2BIG: more than `max_len` or `max_parts`. -EBUSY: an operation in flight uses the host memory. -EOPNOTSUPP: the device
  * cannot do that. */
 int32_t dml_target_submit(dml_target target, const void *operations, size_t stride, size_t count, size_t *accepted);
 /* Cancels the oldest operation in flight with this `user`. It is polled as ever, with -ECANCELED unless it was done.

@@ -60,7 +60,7 @@ fn number_of_stop(reason: &StopReason) -> Number {
 pub(crate) fn number_of_refusal(reason: &Refusal) -> Number {
     match reason {
         Refusal::Full => Number::Kernel(EAGAIN),
-        Refusal::TooLong { .. } => Errno::TooBig.into(),
+        Refusal::TooLong { .. } | Refusal::TooManyParts { .. } => Errno::TooBig.into(),
         Refusal::PastTheTop => Errno::Overflow.into(),
         Refusal::NotPermitted => Errno::Perm.into(),
         Refusal::Unsupported(_) => Errno::NotSup.into(),

@@ -139,7 +139,8 @@ pub(crate) fn info(target: u64) -> Result<DmlTargetInfo, Refused> {
     let flat = if space.kind() == AddressSpaceKind::Flat { FLAT } else { 0 };
     let (page, flags) = (space.page().bytes(), able.fold(flat, |all, flag| all | flag));
     let free = opened.device.memory().free_bytes();
-    Ok(DmlTargetInfo { free, page, max_len: limits.max_len, capacity: limits.capacity as u64, flags, zero: 0 })
+    let (max_len, capacity, max_parts) = (limits.max_len, limits.capacity as u64, limits.max_parts as u64);
+    Ok(DmlTargetInfo { free, page, max_len, capacity, max_parts, flags, zero: 0 })
 }
 
 pub(crate) fn close(target: u64) -> Result<(), Refused> {

@@ -64,7 +64,7 @@ static void layout(void)
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
 	CHECK(sizeof(struct dml_run) == 56);
-	CHECK(sizeof(struct dml_target_info) == 40 && sizeof(struct dml_target_op) == 72);
+	CHECK(sizeof(struct dml_target_info) == 48 && sizeof(struct dml_target_op) == 72);
 	CHECK(sizeof(struct dml_completion) == 24 && sizeof(struct dml_tensor) == 24);
 	CHECK(sizeof(struct dml_model_config) == 24 && sizeof(struct dml_model_tensor) == 104);
 	CHECK(sizeof(struct dml_read_config) == 56 && sizeof(struct dml_filled) == 24);
@@ -862,6 +862,23 @@ static void operations(const char *name)
 	CHECK(dml_target_submit(target, list, sizeof *list, 2, &n) == -EINVAL && says("EINVAL", "the array ends"));
 	list[2].offset = 2 * LEN;
 	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -ERANGE && n == 0);
+	bad = within, bad.len = 100, bad.rows = 0, bad.memory_pitch = bad.pitch = 0, bad.at = va + 99, bad.value = va;
+	CHECK(one(target, bad) == -EINVAL && says("EINVAL", "overlap"));
+	bad.at = va + 100;
+	CHECK(!one(target, bad));
+	/* As many parts as it says, and one more. */
+	CHECK(info.max_parts && info.max_parts < 1 << 16);
+	struct dml_target_op *parts = calloc(info.max_parts + 1, sizeof *parts);
+	for (size_t i = 0; i <= info.max_parts; i++) {
+		parts[i] = (struct dml_target_op){.kind = DML_TO_DEVICE | DML_MORE, .len = 1, .at = va + 3 * i,
+			.memory = memory, .offset = 2 * i};
+	}
+	parts[info.max_parts].kind = parts[info.max_parts - 1].kind = DML_TO_DEVICE;
+	all(target, parts, info.max_parts, 1);
+	parts[info.max_parts - 1].kind |= DML_MORE;
+	CHECK(dml_target_submit(target, parts, sizeof *parts, info.max_parts + 1, &n) == -E2BIG && n == 0);
+	CHECK(says("E2BIG", "parts"));
+	free(parts);
 	list[2].offset = 0, list[2].kind = DML_TO_HOST;
 	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EINVAL && n == 0);
 	CHECK(!one(target, from));

@@ -180,13 +180,9 @@ impl<B: Mmio> CardQueue<B> {
         operation.check_registered(&*self.bus)?;
         let slots = match (&operation.shape, &operation.work) {
             (Some(_), _) => 2,
-            (None, Work::Gather(g)) => fragments(g).count(),
+            (None, Work::Gather(g)) => g.parts(),
             (None, _) => 1,
         };
-        if slots > self.capacity() {
-            // Its length in descriptors does not fit.
-            return Err(Refusal::TooLong { len: slots as u64, max: self.capacity() as u64 });
-        }
         if slots > self.room() {
             return Err(Refusal::Full);
         }
@@ -499,7 +495,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: self.capacity(), max_len: self.max_len }
+        Limits { capacity: self.capacity(), max_len: self.max_len, max_parts: self.capacity() }
     }
 
     fn capabilities(&self) -> Capabilities {

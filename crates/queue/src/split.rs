@@ -386,11 +386,15 @@ impl<Q: Queue> Split<Q> {
 impl<Q: Queue> Queue for Split<Q> {
     type Addr = Q::Addr;
 
-    /// The queues' capacities together; the shortest of their longest operations.
+    /// The queues' capacities together; the shortest of their longest operations and lists.
     fn limits(&self) -> Limits {
         let limits = self.queues.iter().map(Queue::limits);
         limits
-            .reduce(|a, b| Limits { capacity: a.capacity + b.capacity, max_len: a.max_len.min(b.max_len) })
+            .reduce(|a, b| Limits {
+                capacity: a.capacity + b.capacity,
+                max_len: a.max_len.min(b.max_len),
+                max_parts: a.max_parts.min(b.max_parts),
+            })
             .expect("at least one queue")
     }
 

@@ -614,7 +614,7 @@ impl Queue for GpuQueue {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: CAPACITY, max_len: MAX_LEN }
+        Limits { capacity: CAPACITY, max_len: MAX_LEN, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {
