@@ -360,8 +360,9 @@ struct dml_completion {
  * with `offset`; bytes beyond the structure must be 0. They run and end in any order: one that needs the effect of
  * another is submitted behind a DML_FENCE, or once that was polled. Stops at the first that is refused and returns its
  * error; `accepted` is the number of those before it, without a part of a gather list.
- * -EAGAIN: poll, then submit the rest. -E2BIG: more than `max_len` or `max_parts`. -EBUSY: an operation in flight uses the host memory. -EOPNOTSUPP: the device
- * cannot do that. */
+ * -EAGAIN: poll, then submit the rest. -E2BIG: more than `max_len` or `max_parts`. -EBUSY: an operation in
+ * flight, or another part of the list, writes host memory that this one uses, or reads what it writes; any number may
+ * read the same bytes. -EOPNOTSUPP: the device cannot do that. */
 int32_t dml_target_submit(dml_target target, const void *operations, size_t stride, size_t count, size_t *accepted);
 /* Cancels the oldest operation in flight with this `user`. It is polled as ever, with -ECANCELED unless it was done.
  * -ENOENT if there is none or it has ended; -EALREADY if the device has begun with it and does it all. */

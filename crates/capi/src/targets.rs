@@ -21,6 +21,7 @@ use crate::buffers;
 use crate::models;
 use crate::numbers::{EALREADY, ENODEV, number_of, number_of_refusal};
 use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none, remove};
+use crate::stretches::Stretches;
 use crate::types::{DmlCompletion, DmlTargetInfo, DmlTargetOp, DmlTensor};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
@@ -59,9 +60,10 @@ struct Flying {
 /// Host memory that a target reaches.
 struct HostMemory {
     via: Registered,
-    len: usize,
-    /// The slices that no operation owns, by offset.
-    idle: Mutex<BTreeMap<usize, BufferSlice>>,
+    /// All of it. Operations have duplicates.
+    whole: BufferSlice,
+    /// What operations in flight use of it.
+    busy: Mutex<Stretches>,
     /// Operations of a lost device that keep slices.
     lost: AtomicUsize,
 }
@@ -152,9 +154,9 @@ pub(crate) fn close(target: u64) -> Result<(), Refused> {
 
 /// Keeps a registered buffer, and says where its bytes are.
 fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut c_void) {
-    let (len, at) = (buffer.len(), buffer.as_volatile_slice().as_ptr().cast());
-    let idle = Mutex::new(BTreeMap::from([(0, buffer.into_slice())]));
-    (lock(&MEMORIES).add(HostMemory { via, len, idle, lost: AtomicUsize::new(0) }), at)
+    let at = buffer.as_volatile_slice().as_ptr().cast();
+    let memory = HostMemory { via, whole: buffer.into_slice(), busy: Mutex::default(), lost: AtomicUsize::new(0) };
+    (lock(&MEMORIES).add(memory), at)
 }
 
 pub(crate) fn create_memory(target: u64, len: u64) -> Result<(u64, *mut c_void), Refused> {
@@ -175,42 +177,27 @@ pub(crate) fn register_buffer(target: u64, buffer: u64) -> Result<(u64, *mut c_v
 
 pub(crate) fn destroy_memory(memory: u64) -> Result<(), Refused> {
     let found = lock(&MEMORIES).get(memory, "host memory")?;
-    if found.lost.load(Ordering::Relaxed) == 0 && lock(&found.idle).get(&0).is_none_or(|part| part.len() < found.len) {
+    if found.lost.load(Ordering::Relaxed) == 0 && !lock(&found.busy).is_empty() {
         return Err(busy("an operation in flight uses the host memory"));
     }
     remove(&MEMORIES, memory, "host memory")
 }
 
 impl HostMemory {
-    /// Takes a range that no operation has.
-    fn take(&self, offset: u64, len: u64) -> Result<BufferSlice, Refused> {
-        let range = |_| Refused::new(Errno::Range, format_args!("{len} bytes from {offset} of {}", self.len));
-        let (first, len) = (usize::try_from(offset).map_err(range)?, usize::try_from(len).map_err(range)?);
-        let end = first.checked_add(len).filter(|end| *end <= self.len);
-        let end = end.ok_or_else(|| Refused::new(Errno::Range, format_args!("{len} bytes from {first}: too long")))?;
-        let mut idle = lock(&self.idle);
-        let found = idle.range(..=first).next_back().filter(|(at, slice)| *at + slice.len() >= end).map(|(at, _)| *at);
+    /// Takes a range for an operation. Others may read it while it does so too.
+    fn take(&self, offset: u64, len: u64, writes: bool) -> Result<BufferSlice, Refused> {
+        let out_of_range =
+            || Refused::new(Errno::Range, format_args!("{len} bytes from {offset} of {}", self.whole.len()));
+        let end = offset.checked_add(len).filter(|end| *end <= self.whole.len() as u64).ok_or_else(out_of_range)?;
+        let (first, end) = (offset as usize, end as usize);
+        let slice = self.whole.duplicate(first..end)?;
+        let taken = lock(&self.busy).take(first, end, writes);
         let in_use = || busy(format_args!("an operation in flight uses some of the {len} bytes from {first} on"));
-        let at = found.ok_or_else(in_use)?;
-        let mut slice = idle.remove(&at).ok_or_else(in_use)?;
-        let before = slice.split_off_front(first - at);
-        let taken = slice.split_off_front(len);
-        for rest in before.into_iter().chain([slice]).filter(|rest| !rest.is_empty()) {
-            idle.insert(rest.offset(), rest);
-        }
-        taken.ok_or_else(in_use)
+        taken.then_some(slice).ok_or_else(in_use)
     }
 
-    fn give_back(&self, mut part: BufferSlice) {
-        let mut idle = lock(&self.idle);
-        let before = idle.range(..part.offset()).next_back().filter(|(at, b)| *at + b.len() == part.offset());
-        if let Some(before) = before.map(|(at, _)| *at).and_then(|at| idle.remove(&at)) {
-            part = before.join(part).unwrap_or_else(|(_, part)| part); // adjacent, so they join
-        }
-        if let Some(after) = idle.remove(&(part.offset() + part.len())) {
-            part = part.join(after).unwrap_or_else(|(part, _)| part);
-        }
-        idle.insert(part.offset(), part);
+    fn give_back(&self, part: &BufferSlice) {
+        lock(&self.busy).give_back(part.offset(), part.offset() + part.len());
     }
 }
 
@@ -385,14 +372,15 @@ impl DmlTargetOp {
         let memory = lock(&MEMORIES).get(self.memory, "host memory")?;
         let len = self.shape().map_or(Some(self.len), |shape| shape.extent(shape.host_pitch));
         let len = len.ok_or_else(|| Refused::new(Errno::Overflow, "rows of no bytes, or beyond 64 bits"))?;
-        let host = HostSlice { slice: memory.take(self.offset, len)?, via: Some(memory.via.clone()) };
+        let writes = self.kind & !MORE == TO_HOST;
+        let host = HostSlice { slice: memory.take(self.offset, len, writes)?, via: Some(memory.via.clone()) };
         Ok((memory, host))
     }
 }
 
 /// Gives slices back to the memory that they are of.
 fn give_back(memories: &[Arc<HostMemory>], hosts: Vec<HostSlice>) {
-    memories.iter().zip(hosts).for_each(|(memory, host)| memory.give_back(host.slice));
+    memories.iter().zip(hosts).for_each(|(memory, host)| memory.give_back(&host.slice));
 }
 
 impl Opened {

@@ -807,8 +807,22 @@ static void operations(const char *name)
 	CHECK(!memcmp(model, back, LEN));
 	/* A list ends once. */
 	CHECK(!dml_target_submit(target, list, sizeof *list, 3, &n) && n == 3);
-	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EBUSY && n == 0);
-	CHECK(!dml_target_poll(target, done, 4, 10000, &n) && n == 1 && done[0].user == 7 && done[0].bytes == 3011);
+	/* Any number of operations read the same bytes, or parts of them, and none writes what another reads. */
+	CHECK(!dml_target_submit(target, list, sizeof *list, 3, &n) && n == 3);
+	struct dml_target_op over = from, part = list[1];
+	over.offset = 10999, over.len = 1, part.kind = DML_TO_DEVICE, part.offset += 1000, part.len = 1, part.at += 1000;
+	CHECK(one(target, over) == -EBUSY && dml_memory_destroy(memory) == -EBUSY);
+	CHECK(!dml_target_submit(target, &part, sizeof part, 1, &n) && n == 1);
+	for (int i = 0; i < 3; i++) {
+		CHECK(!dml_target_poll(target, done, 1, 10000, &n) && n == 1 && !done[0].result);
+		CHECK(done[0].user == 0 ? done[0].bytes == 1 : done[0].user == 7 && done[0].bytes == 3011);
+	}
+	struct dml_target_op same[] = {list[1], list[1], fence, part};
+	same[1].kind = DML_TO_DEVICE, same[1].at += LEN / 2;
+	all(target, same, 4, 3);
+	CHECK(!one(target, over)); /* all that was read is free again */
+	out[10999] = (unsigned char)(10999 * 7 ^ 10999 >> 8);
+	memcpy(model + 4096 + LEN / 2, out + 8000, 3000);
 	memcpy(model + 1, out + 30, 10), memcpy(model + 4096, out + 8000, 3000), model[0] = out[0];
 	all(target, (struct dml_target_op[]){within, fence, from}, 3, 3);
 	memcpy(model + LEN / 2, model, LEN / 2);
