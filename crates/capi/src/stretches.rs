@@ -14,14 +14,15 @@ impl Stretches {
     /// Takes a range for an operation that writes it, or reads it. False, without any change, where another writes some
     /// of it, or reads what this one writes.
     pub(crate) fn take(&mut self, first: usize, end: usize, writes: bool) -> bool {
+        if first >= end {
+            return true;
+        }
         let mut used = self.0.range(..end).rev().take_while(|(_, (to, _))| *to > first);
         if used.any(|(_, (_, readers))| writes || *readers == 0) {
             return false;
         }
         if writes {
-            if first < end {
-                self.0.insert(first, (end, 0));
-            }
+            self.0.insert(first, (end, 0));
             return true;
         }
         self.divide(first);
