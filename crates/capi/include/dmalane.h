@@ -293,7 +293,8 @@ struct dml_target_info {
 };
 
 /* Opens a device by the name that `dmalane devices` prints: "soft", "vulkan:0", "cuda:0", "vfio:0000:01:00.0",
- * "ram:64MiB". -EINVAL for a name that names nothing, -ENODEV for a device that cannot be opened. */
+ * "ram:64MiB". -EINVAL for a name that names nothing, -ENODEV for a device that cannot be opened. A target belongs to
+ * the process that opened it: in a child of fork() its calls return -ENODEV, and destroying objects undoes nothing. */
 int32_t dml_target_open(const char *name, dml_target *target);
 int32_t dml_target_info(dml_target target, struct dml_target_info *info);
 /* -EBUSY while completions have not been polled. Its host memory and its loads exist until they are destroyed. */

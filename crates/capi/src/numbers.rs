@@ -150,6 +150,7 @@ refused! {
     MemoryError: number_of_memory,
     SpaceError: number_of_space,
     dmalane::dma::Error: number_of_host,
+    dmalane::dma::Forked: |_| Number::Kernel(ENODEV),
     dmalane_vm::Error: dmalane_vm::Error::errno,
     ArrayError: |error: &ArrayError| error.reason.errno(),
 }
@@ -172,6 +173,7 @@ pub(crate) fn number_of_load(error: &LoadError) -> Number {
         LoadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
         LoadError::Fill(FillError::Cancelled { .. }) | LoadError::Closed => Number::Kernel(ECANCELED),
         LoadError::Mismatch { .. } | LoadError::Differs { .. } | LoadError::Unlisted { .. } => Number::Kernel(EBADMSG),
+        LoadError::Forked(_) => Number::Kernel(ENODEV),
         LoadError::NoTensor(_) => Errno::NoEnt.into(),
         LoadError::Unchecked => Errno::NotSup.into(),
         _ => Number::Kernel(EIO),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dmalane::device::AddressSpaceKind;
-use dmalane::dma::{BufferSlice, SharedBuf};
+use dmalane::dma::{BufferSlice, OfProcess, SharedBuf};
 use dmalane::load::{Loaded, LoadedTensor};
 use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HaltWatch, HostSlice, OpError, Operation, Queue,
@@ -31,8 +31,9 @@ static LOADS: Mutex<Numbered<OneLoad>> = Mutex::new(Numbered::new());
 /// How long a call that waits keeps other threads from the target.
 const TURN: Duration = Duration::from_millis(5);
 
-/// An open device.
-struct Target(Mutex<Opened>);
+/// An open device. What belongs to a process is known before its lock is taken, which may be held for ever in a child of
+/// `fork`.
+struct Target(OfProcess<Mutex<Opened>>);
 
 struct Opened {
     device: OpenDevice,
@@ -81,6 +82,7 @@ impl Target {
 
     /// Locks the device, which may be closed; an error when a panic may have left it inconsistent.
     fn lock_even_closed(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
+        self.0.check()?;
         let broken = |_| Refused::new(Errno::Canceled, "an earlier call on this target failed because of a bug");
         self.0.lock().map_err(broken)
     }
@@ -115,7 +117,7 @@ pub(crate) fn open(name: &str) -> Result<u64, Refused> {
         watch: HaltWatch::default(),
         done: Vec::new(),
     };
-    Ok(lock(&TARGETS).add(Target(Mutex::new(opened))))
+    Ok(lock(&TARGETS).add(Target(OfProcess::new(Mutex::new(opened)))))
 }
 
 /// `DML_TARGET_FLAT`.

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static int line_of_failure;
@@ -752,6 +753,41 @@ static void all(dml_target target, const struct dml_target_op *ops, size_t count
 	CHECK(!dml_target_poll(target, &done, 1, 0, &n) && n == 0);
 }
 
+/* A child of fork() is refused in no time, and what it does to its copies changes nothing for the parent. */
+static void in_a_child(dml_target target, dml_memory memory, const struct dml_target_op *op)
+{
+	struct dml_target_info info;
+	struct dml_completion done;
+	size_t n;
+	/* In flight, or done and not yet polled. */
+	CHECK(!dml_target_submit(target, op, sizeof *op, 1, &n) && n == 1);
+	pid_t child = fork();
+	if (!child) {
+		dml_memory more;
+		void *data;
+		alarm(20);
+		CHECK(dml_target_info(target, &info) == -ENODEV && says("error 19", "is a fork"));
+		CHECK(dml_target_submit(target, op, sizeof *op, 1, &n) == -ENODEV && n == 0);
+		CHECK(dml_target_poll(target, &done, 1, UINT64_MAX, &n) == -ENODEV && n == 0);
+		CHECK(dml_target_stop(target) == -ENODEV && dml_target_restart(target) == -ENODEV);
+		CHECK(dml_memory_create(target, 4096, &more, &data) == -ENODEV);
+		CHECK(dml_target_close(target) == -ENODEV && dml_memory_destroy(memory) == -EBUSY);
+		_exit(line_of_failure ? 1 : 0);
+	}
+	int status = -1;
+	CHECK(waitpid(child, &status, 0) == child && status == 0);
+	CHECK(!dml_target_poll(target, &done, 1, 10000, &n) && n == 1 && !done.result);
+	/* Without anything in flight the memory goes in the child, and stays in the parent. */
+	child = fork();
+	if (!child) {
+		alarm(20);
+		CHECK(!dml_memory_destroy(memory));
+		_exit(line_of_failure ? 1 : 0);
+	}
+	CHECK(waitpid(child, &status, 0) == child && status == 0);
+	CHECK(!one(target, *op));
+}
+
 /* Operations besides plain copies, compared with the same on an array; and what is refused. */
 static void operations(const char *name)
 {
@@ -799,6 +835,7 @@ static void operations(const char *name)
 		if (!(flags & DML_TARGET_GATHER))
 			CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EOPNOTSUPP && n == 0);
 		CHECK(!one(target, fence) && !one(target, from)); /* and no slice was kept */
+		in_a_child(target, memory, &from);
 		goto close;
 	}
 	all(target, (struct dml_target_op[]){fill, fence, rows, fence, from}, 5, 5);
@@ -896,6 +933,7 @@ static void operations(const char *name)
 	list[2].offset = 0, list[2].kind = DML_TO_HOST;
 	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EINVAL && n == 0);
 	CHECK(!one(target, from));
+	in_a_child(target, memory, &from);
 close:
 	CHECK(!dml_target_release(target, va) && !dml_target_free(target, handle));
 	CHECK(!dml_target_close(target) && !dml_memory_destroy(memory));

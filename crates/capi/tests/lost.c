@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -67,6 +68,18 @@ int main(int argc, char **argv)
 		ops[i].user = i, ops[i].len = LEN, ops[i].offset = i * LEN, ops[i].at = va + i * LEN;
 		ops[i].memory = memory;
 	}
+	CHECK(!dml_target_submit(target, ops, sizeof *ops, 1, &count) && count == 1);
+	CHECK(!dml_target_poll(target, done, 1, UINT64_MAX, &count) && count == 1 && !done[0].result);
+	/* A child of fork() takes nothing away. */
+	pid_t child = fork();
+	if (!child) {
+		alarm(20);
+		CHECK(dml_target_submit(target, ops, sizeof *ops, 1, &count) == -ENODEV);
+		CHECK(dml_target_close(target) == -ENODEV && !dml_memory_destroy(memory));
+		_exit(failed);
+	}
+	int status = -1;
+	CHECK(waitpid(child, &status, 0) == child && status == 0);
 	CHECK(!dml_target_submit(target, ops, sizeof *ops, 1, &count) && count == 1);
 	CHECK(!dml_target_poll(target, done, 1, UINT64_MAX, &count) && count == 1 && !done[0].result);
 	if (failed) return 1;
