@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// Stretches of bytes that operations use, by their first byte: where each ends, and how many read it; 0: one writes it.
+/// Stretches of bytes that operations use, by their first byte: its end, and how many read it; 0: one writes it.
 #[derive(Default)]
 pub(crate) struct Stretches(BTreeMap<usize, (usize, usize)>);
 

@@ -31,8 +31,8 @@ static LOADS: Mutex<Numbered<OneLoad>> = Mutex::new(Numbered::new());
 /// How long a call that waits keeps other threads from the target.
 const TURN: Duration = Duration::from_millis(5);
 
-/// An open device. What belongs to a process is known before its lock is taken, which may be held for ever in a child of
-/// `fork`.
+/// An open device. What belongs to a process is known before its lock is taken, which may be held for ever in a child
+/// of `fork`.
 struct Target(OfProcess<Mutex<Opened>>);
 
 struct Opened {

@@ -194,8 +194,8 @@ impl Drop for Served {
     }
 }
 
-/// The operations of a device whose process is lost end with ENODEV, and all objects can be destroyed: in C and in Rust,
-/// idle and with operations in flight, killed and stopped.
+/// The operations of a device whose process is lost end with ENODEV, and all objects can be destroyed: in C and in
+/// Rust, idle and with operations in flight, killed and stopped.
 #[test]
 fn a_device_without_its_process_is_lost() {
     const TEST: &str = "a_device_without_its_process_is_lost";

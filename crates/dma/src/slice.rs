@@ -130,8 +130,8 @@ impl BufferSlice {
     }
 
     /// Another slice of the same bytes, or of a range of them: for operations that only read them, of which several may
-    /// be in flight. Whoever writes one of the two meanwhile reads unspecified bytes from the other. The buffer lends no
-    /// bytes from then on ([`BufferSlice::with_bytes`]).
+    /// be in flight. Whoever writes one of the two meanwhile reads unspecified bytes from the other. The buffer lends
+    /// no bytes from then on ([`BufferSlice::with_bytes`]).
     ///
     /// # Errors
     /// [`Error::Borrowed`](crate::Error::Borrowed) while it lends some; [`Error::BadRange`](crate::Error::BadRange) for

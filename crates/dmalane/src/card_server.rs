@@ -30,8 +30,8 @@ const TABLE: u32 = 4;
 const CONFIG: u32 = 7;
 const TABLE_LEN: u64 = 4096;
 const PENDING: u32 = 2048;
-/// Offsets of the capability for MSI-X; of the capability "advanced features", with which a function of conventional PCI
-/// is reset alone, and of its control and status.
+/// Offsets of the capability for MSI-X; of the capability "advanced features", with which a function of conventional
+/// PCI is reset alone, and of its control and status.
 const MSIX: u8 = 0x40;
 const FEATURES: u8 = 0x50;
 const FEATURES_CONTROL: usize = FEATURES as usize + 4;
@@ -376,8 +376,8 @@ impl ServedDevice for CardModel {
     }
 }
 
-/// The configuration space of a processing accelerator, with the capabilities for MSI-X and for a reset of this function
-/// alone.
+/// The configuration space of a processing accelerator, with the capabilities for MSI-X and for a reset of this
+/// function alone.
 fn config_space(vectors: u32, memory_len: u64) -> ConfigSpace {
     let bars = [
         Bar::Bits32(REGISTERS_LEN as u32),

@@ -7,8 +7,8 @@ pub(crate) const CONFIG_LEN: usize = 256;
 pub(crate) const COMMAND: usize = 4;
 pub(crate) const COMMAND_MEMORY: u8 = 1 << 1;
 pub(crate) const COMMAND_MASTER: u8 = 1 << 2;
-/// The bits of the command register that can be set: those two, and the reports of parity and system errors. No BAR is of
-/// I/O space, and there is no interrupt pin.
+/// The bits of the command register that can be set: those two, and the reports of parity and system errors. No BAR is
+/// of I/O space, and there is no interrupt pin.
 const COMMAND_BITS: u16 = 0x0146;
 /// The first BAR.
 const BARS: usize = 0x10;

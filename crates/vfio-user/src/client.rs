@@ -84,8 +84,8 @@ struct Inner {
     socket: Mutex<Socket>,
     limits: Limits,
     iovas: Mutex<RangeCache<Iova>>,
-    /// The lengths of the parts of mappings that have several, by first address: a server unmaps what it has mapped, part
-    /// by part.
+    /// The lengths of the parts of mappings that have several, by first address: a server unmaps what it has mapped,
+    /// part by part.
     parts: Mutex<HashMap<Iova, Vec<u64>>>,
     mapped: AtomicU64,
 }

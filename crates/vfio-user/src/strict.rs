@@ -173,7 +173,7 @@ fn announced_limits_are_kept() {
         (r#"{"capabilities":{"max_msg_fds":16,"pgsizes":18446744073709551615}}"#, ALL),
         // libvfio-user's and SPDK's.
         (
-            r#"{ "capabilities": { "max_msg_fds": 8, "max_data_xfer_size": 1048576, "migration": { "pgsize": 4096 } } }"#,
+            r#"{ "capabilities": { "max_msg_fds": 8, "max_data_xfer_size": 1048576, "migration": { "pgsize": 1 } } }"#,
             (8, ALL.1, ALL.2),
         ),
     ] {

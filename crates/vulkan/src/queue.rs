@@ -25,7 +25,7 @@ use crate::sparse::SparseMap;
 const CAPACITY: usize = 1024;
 /// Bytes of one operation.
 pub(crate) const MAX_LEN: u64 = 1 << 40;
-/// Bytes of one region of a copy, and of one fill. Drivers count them in 32 bits, of which one is a sign (lavapipe 22.3).
+/// Bytes of one region of a copy, and of one fill. Some drivers count them in 31 bits (lavapipe 22.3).
 const MAX_REGION: u64 = 1 << 30;
 /// Most bytes and operations of a submission, so that the first of many end early.
 const BATCH_BYTES: u64 = 16 << 20;
