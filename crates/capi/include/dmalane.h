@@ -378,8 +378,8 @@ int32_t dml_target_poll(dml_target target, struct dml_completion *done, size_t c
 /* Stops all operations: those in flight end soon, with -ECANCELED unless they were done, and are polled as ever;
  * further ones are refused. -EOPNOTSUPP where the device cannot. */
 int32_t dml_target_stop(dml_target target);
-/* Lets the device work again. -EBUSY while completions have not been polled; -EINVAL if it has not stopped; -ENODEV if it
- * does not answer. */
+/* Lets the device work again. -EBUSY while completions have not been polled; -EINVAL if it has not stopped; -ENODEV if
+ * it does not answer. */
 int32_t dml_target_restart(dml_target target);
 
 #define DML_LOAD_VERIFY (1u << 0) /* reads everything back and compares it with the file; -EBADMSG if it differs */

@@ -1,5 +1,5 @@
-/* lost DEVICE PID HOW: a device whose process is killed (HOW is "idle": with nothing in flight; "flying": with operations
- * in flight) or stopped for good ("stopped"). Prints nothing and gives 0 when all is right. */
+/* lost DEVICE PID HOW: a device whose process is killed (HOW is "idle": with nothing in flight; "flying": with
+ * operations in flight) or stopped for good ("stopped"). Prints nothing and gives 0 when all is right. */
 #define _GNU_SOURCE
 #include "dmalane.h"
 
