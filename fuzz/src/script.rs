@@ -67,7 +67,7 @@ impl Queue for ScriptQueue {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: self.capacity, max_len: 1 << 20 }
+        Limits { capacity: self.capacity, max_len: 1 << 20, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

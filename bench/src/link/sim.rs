@@ -190,7 +190,7 @@ impl Queue for SimQueue {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: CAPACITY, max_len: u64::MAX }
+        Limits { capacity: CAPACITY, max_len: u64::MAX, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -293,12 +293,14 @@ struct dml_target_info {
 	uint64_t page; /* smallest page of its address space */
 	uint64_t max_len; /* bytes of one operation, at most */
 	uint64_t capacity; /* operations in flight, at most */
+	uint64_t max_parts; /* operations of one gather list, at most; UINT64_MAX: no limit */
 	uint32_t flags; /* DML_TARGET_FLAT and so on */
 	uint32_t zero;
 };
 
 /* Opens a device by the name that `dmalane devices` prints: "soft", "vulkan:0", "cuda:0", "vfio:0000:01:00.0",
- * "ram:64MiB". -EINVAL for a name that names nothing, -ENODEV for a device that cannot be opened. */
+ * "ram:64MiB". -EINVAL for a name that names nothing, -ENODEV for a device that cannot be opened. A target belongs to
+ * the process that opened it: in a child of fork() its calls return -ENODEV, and destroying objects undoes nothing. */
 int32_t dml_target_open(const char *name, dml_target *target);
 int32_t dml_target_info(dml_target target, struct dml_target_info *info);
 /* -EBUSY while completions have not been polled. Its host memory and its loads exist until they are destroyed. */
@@ -332,7 +334,7 @@ int32_t dml_target_bind(dml_target target, const void *operations, size_t stride
 /* Kinds of operations: */
 #define DML_TO_DEVICE 0u /* copy from host memory to `at` */
 #define DML_TO_HOST 1u   /* copy from `at` to host memory */
-#define DML_WITHIN 2u    /* copy from `value`, an address of the device, to `at`; the ranges do not overlap */
+#define DML_WITHIN 2u    /* copy from `value`, an address of the device, to `at`; -EINVAL where they overlap */
 #define DML_FILL 3u      /* repeat the eight bytes of `value`, the lowest first, from `at` on */
 #define DML_COMPARE 4u   /* compare host memory with `at`; ends with -EBADMSG where they differ */
 #define DML_FENCE 5u     /* what follows begins when everything before has ended */
@@ -365,22 +367,25 @@ struct dml_completion {
  * with `offset`; bytes beyond the structure must be 0. They run and end in any order: one that needs the effect of
  * another is submitted behind a DML_FENCE, or once that was polled. Stops at the first that is refused and returns its
  * error; `accepted` is the number of those before it, without a part of a gather list.
- * -EAGAIN: poll, then submit the rest. -EBUSY: an operation in flight uses the host memory. -EOPNOTSUPP: the device
- * cannot do that. */
+ * -EAGAIN: poll, then submit the rest. -E2BIG: more than `max_len` or `max_parts`. -EBUSY: an operation in
+ * flight, or another part of the list, writes host memory that this one uses, or reads what it writes; any number may
+ * read the same bytes. -EOPNOTSUPP: the device cannot do that. */
 int32_t dml_target_submit(dml_target target, const void *operations, size_t stride, size_t count, size_t *accepted);
 /* Cancels the oldest operation in flight with this `user`. It is polled as ever, with -ECANCELED unless it was done.
  * -ENOENT if there is none or it has ended; -EALREADY if the device has begun with it and does it all. */
 int32_t dml_target_cancel(dml_target target, uint64_t user);
 /* Waits for up to `timeout_ms` milliseconds (0: only looks; UINT64_MAX: no limit) until an operation has ended or none
  * is in flight, and writes up to `capacity` completions. A completion may say that its operation failed;
- * dml_last_error() then has the details of the last that did. */
+ * dml_last_error() then has the details of the last that did. -ENODEV: the device is lost, or did not stop within two
+ * seconds. Everything in flight then ends so, and all objects can be destroyed; memory that the device may still reach
+ * is never used again. */
 int32_t dml_target_poll(dml_target target, struct dml_completion *done, size_t capacity, uint64_t timeout_ms,
 	size_t *count);
 /* Stops all operations: those in flight end soon, with -ECANCELED unless they were done, and are polled as ever;
  * further ones are refused. -EOPNOTSUPP where the device cannot. */
 int32_t dml_target_stop(dml_target target);
-/* Lets the device work again. -EBUSY while completions have not been polled;
- * -EINVAL if it has not stopped, or cannot run again. */
+/* Lets the device work again. -EBUSY while completions have not been polled; -EINVAL if it has not stopped; -ENODEV if
+ * it does not answer. */
 int32_t dml_target_restart(dml_target target);
 
 #define DML_LOAD_VERIFY (1u << 0) /* reads everything back and compares it with the file; -EBADMSG if it differs */

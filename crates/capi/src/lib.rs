@@ -12,6 +12,7 @@ mod buffers;
 mod models;
 mod numbers;
 mod objects;
+mod stretches;
 mod targets;
 mod types;
 

@@ -7,7 +7,7 @@ use dmalane::file;
 use dmalane::load::Error as LoadError;
 use dmalane::load::fill::FillError;
 use dmalane::queue::{OpError, Refusal, StopReason};
-use dmalane::{OpenError, error_chain};
+use dmalane::{OpenError, error_chain, is_lost};
 use dmalane_vm::Errno;
 use dmalane_vm::array::ArrayError;
 
@@ -16,7 +16,7 @@ use crate::objects::{Number, Refused};
 // Numbers of asm-generic/errno.h that the bind manager has no use for.
 const EIO: i32 = 5;
 const EAGAIN: i32 = 11;
-const ENODEV: i32 = 19;
+pub(crate) const ENODEV: i32 = 19;
 const EISDIR: i32 = 21;
 pub(crate) const ESPIPE: i32 = 29;
 const ENODATA: i32 = 61;
@@ -60,7 +60,7 @@ fn number_of_stop(reason: &StopReason) -> Number {
 pub(crate) fn number_of_refusal(reason: &Refusal) -> Number {
     match reason {
         Refusal::Full => Number::Kernel(EAGAIN),
-        Refusal::TooLong { .. } => Errno::TooBig.into(),
+        Refusal::TooLong { .. } | Refusal::TooManyParts { .. } => Errno::TooBig.into(),
         Refusal::PastTheTop => Errno::Overflow.into(),
         Refusal::NotPermitted => Errno::Perm.into(),
         Refusal::Unsupported(_) => Errno::NotSup.into(),
@@ -84,13 +84,11 @@ pub(crate) fn number_of(error: &OpError) -> Number {
 
 /// The number for an error of a device's driver: that of a lost device, or else this one.
 fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
-    use dmalane::{cuda, vulkan};
-    if let Some(vulkan::Error::NoAddresses { .. }) = error.downcast_ref() {
-        return Errno::NoMem.into();
+    match error.downcast_ref() {
+        Some(dmalane::vulkan::Error::NoAddresses { .. }) => Errno::NoMem.into(),
+        _ if is_lost(error) => Number::Kernel(ENODEV),
+        _ => otherwise,
     }
-    let lost = matches!(error.downcast_ref(), Some(vulkan::Error::Lost(_)))
-        || matches!(error.downcast_ref(), Some(cuda::Error::Lost(_)));
-    if lost { Number::Kernel(ENODEV) } else { otherwise }
 }
 
 fn number_of_memory(error: &MemoryError) -> Number {
@@ -152,6 +150,7 @@ refused! {
     MemoryError: number_of_memory,
     SpaceError: number_of_space,
     dmalane::dma::Error: number_of_host,
+    dmalane::dma::Forked: |_| Number::Kernel(ENODEV),
     dmalane_vm::Error: dmalane_vm::Error::errno,
     ArrayError: |error: &ArrayError| error.reason.errno(),
 }
@@ -174,6 +173,7 @@ pub(crate) fn number_of_load(error: &LoadError) -> Number {
         LoadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
         LoadError::Fill(FillError::Cancelled { .. }) | LoadError::Closed => Number::Kernel(ECANCELED),
         LoadError::Mismatch { .. } | LoadError::Differs { .. } | LoadError::Unlisted { .. } => Number::Kernel(EBADMSG),
+        LoadError::Forked(_) => Number::Kernel(ENODEV),
         LoadError::NoTensor(_) => Errno::NoEnt.into(),
         LoadError::Unchecked => Errno::NotSup.into(),
         _ => Number::Kernel(EIO),

@@ -2,15 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dmalane::device::AddressSpaceKind;
-use dmalane::dma::{BufferSlice, SharedBuf};
+use dmalane::dma::{BufferSlice, OfProcess, SharedBuf};
 use dmalane::load::{Loaded, LoadedTensor};
 use dmalane::queue::{
-    Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, Refused as NotAccepted,
-    Registered, Shape, StopReason, Ticket,
+    Cancelled, Capabilities, Completion, Direction, HaltWatch, HostSlice, OpError, Operation, Queue,
+    Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
 };
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenDevice, Placement};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
@@ -18,8 +19,9 @@ use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
 use crate::buffers;
 use crate::models;
-use crate::numbers::{EALREADY, number_of, number_of_refusal};
+use crate::numbers::{EALREADY, ENODEV, number_of, number_of_refusal};
 use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none, remove};
+use crate::stretches::Stretches;
 use crate::types::{DmlCompletion, DmlTargetInfo, DmlTargetOp, DmlTensor};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
@@ -29,8 +31,9 @@ static LOADS: Mutex<Numbered<OneLoad>> = Mutex::new(Numbered::new());
 /// How long a call that waits keeps other threads from the target.
 const TURN: Duration = Duration::from_millis(5);
 
-/// An open device.
-struct Target(Mutex<Opened>);
+/// An open device. What belongs to a process is known before its lock is taken, which may be held for ever in a child
+/// of `fork`.
+struct Target(OfProcess<Mutex<Opened>>);
 
 struct Opened {
     device: OpenDevice,
@@ -42,6 +45,9 @@ struct Opened {
     ranges: BTreeMap<u64, (Span<DeviceVa>, u32)>,
     /// Operations in flight, by ticket.
     flying: BTreeMap<u64, Flying>,
+    /// The host memory of those that have ended for C, but that a lost device has not let go of.
+    lost: BTreeMap<u64, Vec<Arc<HostMemory>>>,
+    watch: HaltWatch,
     /// Completions that were polled and are not yet given to C.
     done: Vec<Completion>,
 }
@@ -55,9 +61,12 @@ struct Flying {
 /// Host memory that a target reaches.
 struct HostMemory {
     via: Registered,
-    len: usize,
-    /// The slices that no operation owns, by offset.
-    idle: Mutex<BTreeMap<usize, BufferSlice>>,
+    /// All of it. Operations have duplicates.
+    whole: BufferSlice,
+    /// What operations in flight use of it.
+    busy: Mutex<Stretches>,
+    /// Operations of a lost device that keep slices.
+    lost: AtomicUsize,
 }
 
 /// Files on a target. `None` once they were unloaded.
@@ -73,6 +82,7 @@ impl Target {
 
     /// Locks the device, which may be closed; an error when a panic may have left it inconsistent.
     fn lock_even_closed(&self) -> Result<MutexGuard<'_, Opened>, Refused> {
+        self.0.check()?;
         let broken = |_| Refused::new(Errno::Canceled, "an earlier call on this target failed because of a bug");
         self.0.lock().map_err(broken)
     }
@@ -97,9 +107,17 @@ fn busy(what: impl std::fmt::Display) -> Refused {
 
 pub(crate) fn open(name: &str) -> Result<u64, Refused> {
     let device = dmalane::open(name)?;
-    let (memory, ranges, flying) = (Handles::default(), BTreeMap::new(), BTreeMap::new());
-    let opened = Opened { device, closed: false, memory, ranges, flying, done: Vec::new() };
-    Ok(lock(&TARGETS).add(Target(Mutex::new(opened))))
+    let opened = Opened {
+        device,
+        closed: false,
+        memory: Handles::default(),
+        ranges: BTreeMap::new(),
+        flying: BTreeMap::new(),
+        lost: BTreeMap::new(),
+        watch: HaltWatch::default(),
+        done: Vec::new(),
+    };
+    Ok(lock(&TARGETS).add(Target(OfProcess::new(Mutex::new(opened)))))
 }
 
 /// `DML_TARGET_FLAT`.
@@ -125,7 +143,8 @@ pub(crate) fn info(target: u64) -> Result<DmlTargetInfo, Refused> {
     let flat = if space.kind() == AddressSpaceKind::Flat { FLAT } else { 0 };
     let (page, flags) = (space.page().bytes(), able.fold(flat, |all, flag| all | flag));
     let free = opened.device.memory().free_bytes();
-    Ok(DmlTargetInfo { free, page, max_len: limits.max_len, capacity: limits.capacity as u64, flags, zero: 0 })
+    let (max_len, capacity, max_parts) = (limits.max_len, limits.capacity as u64, limits.max_parts as u64);
+    Ok(DmlTargetInfo { free, page, max_len, capacity, max_parts, flags, zero: 0 })
 }
 
 pub(crate) fn close(target: u64) -> Result<(), Refused> {
@@ -137,9 +156,9 @@ pub(crate) fn close(target: u64) -> Result<(), Refused> {
 
 /// Keeps a registered buffer, and says where its bytes are.
 fn keep(via: Registered, buffer: SharedBuf) -> (u64, *mut c_void) {
-    let (len, at) = (buffer.len(), buffer.as_volatile_slice().as_ptr().cast());
-    let idle = Mutex::new(BTreeMap::from([(0, buffer.into_slice())]));
-    (lock(&MEMORIES).add(HostMemory { via, len, idle }), at)
+    let at = buffer.as_volatile_slice().as_ptr().cast();
+    let memory = HostMemory { via, whole: buffer.into_slice(), busy: Mutex::default(), lost: AtomicUsize::new(0) };
+    (lock(&MEMORIES).add(memory), at)
 }
 
 pub(crate) fn create_memory(target: u64, len: u64) -> Result<(u64, *mut c_void), Refused> {
@@ -160,42 +179,27 @@ pub(crate) fn register_buffer(target: u64, buffer: u64) -> Result<(u64, *mut c_v
 
 pub(crate) fn destroy_memory(memory: u64) -> Result<(), Refused> {
     let found = lock(&MEMORIES).get(memory, "host memory")?;
-    if lock(&found.idle).get(&0).is_none_or(|part| part.len() < found.len) {
+    if found.lost.load(Ordering::Relaxed) == 0 && !lock(&found.busy).is_empty() {
         return Err(busy("an operation in flight uses the host memory"));
     }
     remove(&MEMORIES, memory, "host memory")
 }
 
 impl HostMemory {
-    /// Takes a range that no operation has.
-    fn take(&self, offset: u64, len: u64) -> Result<BufferSlice, Refused> {
-        let range = |_| Refused::new(Errno::Range, format_args!("{len} bytes from {offset} of {}", self.len));
-        let (first, len) = (usize::try_from(offset).map_err(range)?, usize::try_from(len).map_err(range)?);
-        let end = first.checked_add(len).filter(|end| *end <= self.len);
-        let end = end.ok_or_else(|| Refused::new(Errno::Range, format_args!("{len} bytes from {first}: too long")))?;
-        let mut idle = lock(&self.idle);
-        let found = idle.range(..=first).next_back().filter(|(at, slice)| *at + slice.len() >= end).map(|(at, _)| *at);
+    /// Takes a range for an operation. Others may read it while it does so too.
+    fn take(&self, offset: u64, len: u64, writes: bool) -> Result<BufferSlice, Refused> {
+        let out_of_range =
+            || Refused::new(Errno::Range, format_args!("{len} bytes from {offset} of {}", self.whole.len()));
+        let end = offset.checked_add(len).filter(|end| *end <= self.whole.len() as u64).ok_or_else(out_of_range)?;
+        let (first, end) = (offset as usize, end as usize);
+        let slice = self.whole.duplicate(first..end)?;
+        let taken = lock(&self.busy).take(first, end, writes);
         let in_use = || busy(format_args!("an operation in flight uses some of the {len} bytes from {first} on"));
-        let at = found.ok_or_else(in_use)?;
-        let mut slice = idle.remove(&at).ok_or_else(in_use)?;
-        let before = slice.split_off_front(first - at);
-        let taken = slice.split_off_front(len);
-        for rest in before.into_iter().chain([slice]).filter(|rest| !rest.is_empty()) {
-            idle.insert(rest.offset(), rest);
-        }
-        taken.ok_or_else(in_use)
+        taken.then_some(slice).ok_or_else(in_use)
     }
 
-    fn give_back(&self, mut part: BufferSlice) {
-        let mut idle = lock(&self.idle);
-        let before = idle.range(..part.offset()).next_back().filter(|(at, b)| *at + b.len() == part.offset());
-        if let Some(before) = before.map(|(at, _)| *at).and_then(|at| idle.remove(&at)) {
-            part = before.join(part).unwrap_or_else(|(_, part)| part); // adjacent, so they join
-        }
-        if let Some(after) = idle.remove(&(part.offset() + part.len())) {
-            part = part.join(after).unwrap_or_else(|(part, _)| part);
-        }
-        idle.insert(part.offset(), part);
+    fn give_back(&self, part: &BufferSlice) {
+        lock(&self.busy).give_back(part.offset(), part.offset() + part.len());
     }
 }
 
@@ -370,14 +374,15 @@ impl DmlTargetOp {
         let memory = lock(&MEMORIES).get(self.memory, "host memory")?;
         let len = self.shape().map_or(Some(self.len), |shape| shape.extent(shape.host_pitch));
         let len = len.ok_or_else(|| Refused::new(Errno::Overflow, "rows of no bytes, or beyond 64 bits"))?;
-        let host = HostSlice { slice: memory.take(self.offset, len)?, via: Some(memory.via.clone()) };
+        let writes = self.kind & !MORE == TO_HOST;
+        let host = HostSlice { slice: memory.take(self.offset, len, writes)?, via: Some(memory.via.clone()) };
         Ok((memory, host))
     }
 }
 
 /// Gives slices back to the memory that they are of.
 fn give_back(memories: &[Arc<HostMemory>], hosts: Vec<HostSlice>) {
-    memories.iter().zip(hosts).for_each(|(memory, host)| memory.give_back(host.slice));
+    memories.iter().zip(hosts).for_each(|(memory, host)| memory.give_back(&host.slice));
 }
 
 impl Opened {
@@ -413,6 +418,9 @@ impl Opened {
         let Some((last, before)) = list.split_last() else { return Ok(()) };
         if before.iter().any(|part| part.kind != last.kind | MORE) || !before.is_empty() && last.rows > 0 {
             return Err(Refused::new(Errno::Inval, "a gather list of different kinds, or with rows"));
+        }
+        if !self.lost.is_empty() {
+            return Err(Refused::new(Number::Kernel(ENODEV), "the device was lost with operations in flight"));
         }
         let (mut memories, mut hosts) = (Vec::new(), Vec::new());
         if matches!(last.kind, TO_DEVICE | TO_HOST | COMPARE) {
@@ -463,6 +471,36 @@ impl Opened {
         }
     }
 
+    /// Waits for completions, for up to `timeout`. A device that has halted and does not let go of the operations in
+    /// flight is lost: they end, and what they use stays with the queue.
+    fn wait(&mut self, timeout: Duration) {
+        let Self { device, flying, lost, watch, done, .. } = self;
+        let queue = device.queue_mut();
+        queue.wait(done, timeout);
+        done.retain_mut(|completion| {
+            let Some(memories) = lost.remove(&completion.ticket.number()) else { return true };
+            give_back(&memories, std::mem::replace(&mut completion.operation, Operation::fence()).into_host());
+            memories.iter().for_each(|memory| _ = memory.lost.fetch_sub(1, Ordering::Relaxed));
+            false
+        });
+        if done.is_empty()
+            && let Some(why) = watch.lost(queue)
+        {
+            let why = match why {
+                StopReason::Lost(_) => why,
+                why => StopReason::Lost(format!("it does not stop: {why}").into()),
+            };
+            for (number, flying) in flying {
+                let memories = std::mem::take(&mut flying.memories);
+                memories.iter().for_each(|memory| _ = memory.lost.fetch_add(1, Ordering::Relaxed));
+                lost.insert(*number, memories);
+                let result = Err(OpError::Stopped(why.clone()));
+                done.push(Completion { ticket: Ticket::new(*number), operation: Operation::fence(), result, bytes: 0 });
+            }
+        }
+        done.reverse(); // taken from the end
+    }
+
     /// The next completion, as C gets it, with the text of its error.
     fn ended(&mut self) -> Option<(DmlCompletion, Option<String>)> {
         let completion = self.done.pop()?;
@@ -493,12 +531,10 @@ pub(crate) fn poll(
             return Ok(());
         }
         let left = timeout.saturating_sub(start.elapsed()).min(TURN);
-        let Opened { device, done, .. } = &mut *opened;
-        if done.is_empty() {
-            device.queue_mut().wait(done, left);
-            done.reverse(); // taken from the end
+        if opened.done.is_empty() {
+            opened.wait(left);
         }
-        if !done.is_empty() {
+        if !opened.done.is_empty() {
             for _ in 0..capacity {
                 let Some((ended, text)) = opened.ended() else { break };
                 each(ended, text)?;
@@ -528,8 +564,15 @@ pub(crate) fn stop(target: u64) -> Result<(), Refused> {
 /// Lets stopped queues run again.
 pub(crate) fn restart(target: u64) -> Result<(), Refused> {
     let target = Target::of(target)?;
-    let restarted = target.lock_idle()?.device.queue_mut().restart();
-    restarted.then_some(()).ok_or_else(|| Refused::new(Errno::Inval, "no queue has stopped that can run again"))
+    let mut opened = target.lock_idle()?;
+    // A device that was lost may have let go of its operations since.
+    opened.wait(Duration::ZERO);
+    let queue = opened.device.queue_mut();
+    if queue.restart() {
+        return Ok(());
+    }
+    let halted = queue.halted().ok_or_else(|| Refused::new(Errno::Inval, "no queue has stopped"))?;
+    Err(Refused::new(Number::Kernel(ENODEV), format_args!("the device does not answer: {halted}")))
 }
 
 /// `DML_LOAD_VERIFY`.

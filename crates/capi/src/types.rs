@@ -152,6 +152,8 @@ pub struct DmlTargetInfo {
     pub max_len: u64,
     /// Operations in flight at most.
     pub capacity: u64,
+    /// Parts of a gather list at most.
+    pub max_parts: u64,
     /// `DML_TARGET_FLAT` and its like.
     pub flags: u32,
     /// 0.

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static int line_of_failure;
@@ -64,7 +65,7 @@ static void layout(void)
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
 	CHECK(sizeof(struct dml_run) == 56);
-	CHECK(sizeof(struct dml_target_info) == 40 && sizeof(struct dml_target_op) == 72);
+	CHECK(sizeof(struct dml_target_info) == 48 && sizeof(struct dml_target_op) == 72);
 	CHECK(sizeof(struct dml_completion) == 24 && sizeof(struct dml_tensor) == 24);
 	CHECK(sizeof(struct dml_model_config) == 24 && sizeof(struct dml_model_tensor) == 104);
 	CHECK(sizeof(struct dml_read_config) == 56 && sizeof(struct dml_filled) == 24);
@@ -773,6 +774,41 @@ static void all(dml_target target, const struct dml_target_op *ops, size_t count
 	CHECK(!dml_target_poll(target, &done, 1, 0, &n) && n == 0);
 }
 
+/* A child of fork() is refused in no time, and what it does to its copies changes nothing for the parent. */
+static void in_a_child(dml_target target, dml_memory memory, const struct dml_target_op *op)
+{
+	struct dml_target_info info;
+	struct dml_completion done;
+	size_t n;
+	/* In flight, or done and not yet polled. */
+	CHECK(!dml_target_submit(target, op, sizeof *op, 1, &n) && n == 1);
+	pid_t child = fork();
+	if (!child) {
+		dml_memory more;
+		void *data;
+		alarm(20);
+		CHECK(dml_target_info(target, &info) == -ENODEV && says("error 19", "is a fork"));
+		CHECK(dml_target_submit(target, op, sizeof *op, 1, &n) == -ENODEV && n == 0);
+		CHECK(dml_target_poll(target, &done, 1, UINT64_MAX, &n) == -ENODEV && n == 0);
+		CHECK(dml_target_stop(target) == -ENODEV && dml_target_restart(target) == -ENODEV);
+		CHECK(dml_memory_create(target, 4096, &more, &data) == -ENODEV);
+		CHECK(dml_target_close(target) == -ENODEV && dml_memory_destroy(memory) == -EBUSY);
+		_exit(line_of_failure ? 1 : 0);
+	}
+	int status = -1;
+	CHECK(waitpid(child, &status, 0) == child && status == 0);
+	CHECK(!dml_target_poll(target, &done, 1, 10000, &n) && n == 1 && !done.result);
+	/* Without anything in flight the memory goes in the child, and stays in the parent. */
+	child = fork();
+	if (!child) {
+		alarm(20);
+		CHECK(!dml_memory_destroy(memory));
+		_exit(line_of_failure ? 1 : 0);
+	}
+	CHECK(waitpid(child, &status, 0) == child && status == 0);
+	CHECK(!one(target, *op));
+}
+
 /* Operations besides plain copies, compared with the same on an array; and what is refused. */
 static void operations(const char *name)
 {
@@ -820,6 +856,7 @@ static void operations(const char *name)
 		if (!(flags & DML_TARGET_GATHER))
 			CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EOPNOTSUPP && n == 0);
 		CHECK(!one(target, fence) && !one(target, from)); /* and no slice was kept */
+		in_a_child(target, memory, &from);
 		goto close;
 	}
 	all(target, (struct dml_target_op[]){fill, fence, rows, fence, from}, 5, 5);
@@ -828,8 +865,22 @@ static void operations(const char *name)
 	CHECK(!memcmp(model, back, LEN));
 	/* A list ends once. */
 	CHECK(!dml_target_submit(target, list, sizeof *list, 3, &n) && n == 3);
-	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EBUSY && n == 0);
-	CHECK(!dml_target_poll(target, done, 4, 10000, &n) && n == 1 && done[0].user == 7 && done[0].bytes == 3011);
+	/* Any number of operations read the same bytes, or parts of them, and none writes what another reads. */
+	CHECK(!dml_target_submit(target, list, sizeof *list, 3, &n) && n == 3);
+	struct dml_target_op over = from, part = list[1];
+	over.offset = 10999, over.len = 1, part.kind = DML_TO_DEVICE, part.offset += 1000, part.len = 1, part.at += 1000;
+	CHECK(one(target, over) == -EBUSY && dml_memory_destroy(memory) == -EBUSY);
+	CHECK(!dml_target_submit(target, &part, sizeof part, 1, &n) && n == 1);
+	for (int i = 0; i < 3; i++) {
+		CHECK(!dml_target_poll(target, done, 1, 10000, &n) && n == 1 && !done[0].result);
+		CHECK(done[0].user == 0 ? done[0].bytes == 1 : done[0].user == 7 && done[0].bytes == 3011);
+	}
+	struct dml_target_op same[] = {list[1], list[1], fence, part};
+	same[1].kind = DML_TO_DEVICE, same[1].at += LEN / 2;
+	all(target, same, 4, 3);
+	CHECK(!one(target, over)); /* all that was read is free again */
+	out[10999] = (unsigned char)(10999 * 7 ^ 10999 >> 8);
+	memcpy(model + 4096 + LEN / 2, out + 8000, 3000);
 	memcpy(model + 1, out + 30, 10), memcpy(model + 4096, out + 8000, 3000), model[0] = out[0];
 	all(target, (struct dml_target_op[]){within, fence, from}, 3, 3);
 	memcpy(model + LEN / 2, model, LEN / 2);
@@ -883,9 +934,27 @@ static void operations(const char *name)
 	CHECK(dml_target_submit(target, list, sizeof *list, 2, &n) == -EINVAL && says("EINVAL", "the array ends"));
 	list[2].offset = 2 * LEN;
 	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -ERANGE && n == 0);
+	bad = within, bad.len = 100, bad.rows = 0, bad.memory_pitch = bad.pitch = 0, bad.at = va + 99, bad.value = va;
+	CHECK(one(target, bad) == -EINVAL && says("EINVAL", "overlap"));
+	bad.at = va + 100;
+	CHECK(!one(target, bad));
+	/* As many parts as it says, and one more. */
+	CHECK(info.max_parts && info.max_parts < 1 << 16);
+	struct dml_target_op *parts = calloc(info.max_parts + 1, sizeof *parts);
+	for (size_t i = 0; i <= info.max_parts; i++) {
+		parts[i] = (struct dml_target_op){.kind = DML_TO_DEVICE | DML_MORE, .len = 1, .at = va + 3 * i,
+			.memory = memory, .offset = 2 * i};
+	}
+	parts[info.max_parts].kind = parts[info.max_parts - 1].kind = DML_TO_DEVICE;
+	all(target, parts, info.max_parts, 1);
+	parts[info.max_parts - 1].kind |= DML_MORE;
+	CHECK(dml_target_submit(target, parts, sizeof *parts, info.max_parts + 1, &n) == -E2BIG && n == 0);
+	CHECK(says("E2BIG", "parts"));
+	free(parts);
 	list[2].offset = 0, list[2].kind = DML_TO_HOST;
 	CHECK(dml_target_submit(target, list, sizeof *list, 3, &n) == -EINVAL && n == 0);
 	CHECK(!one(target, from));
+	in_a_child(target, memory, &from);
 close:
 	CHECK(!dml_target_release(target, va) && !dml_target_free(target, handle));
 	CHECK(!dml_target_close(target) && !dml_memory_destroy(memory));

@@ -14,6 +14,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dmalane::daemon::{ClientOptions, Config, Listener, Server, status};
+use dmalane::queue::{DeviceAddr, OpError, Operation, Queue, Registered, RunError, StopReason, run};
+use dmalane::sim::{CardConfig, Workers};
+use dmalane::{CardServer, Placement};
+use dmalane_addr::Access;
 use dmalane_slash::model::{DriverModel, Version, Vrtd};
 use layers::{Layers, is_skip};
 
@@ -138,48 +142,116 @@ fn a_program_in_c_on_a_v80() {
     std::fs::remove_file(socket).unwrap();
 }
 
-/// Marks the process that is the daemon of a test, by its socket.
+/// Marks the process that serves the device of a test, by its socket; and what it serves.
 const SOCKET: &str = "DMALANE_TEST_SOCKET";
+const KIND: &str = "DMALANE_TEST_KIND";
 
-/// A daemon in another process, which can be stopped.
-struct Daemon(Child);
+/// A process that serves a device, which can be stopped and killed.
+struct Served(Child);
 
-impl Daemon {
-    /// Starts the same test again, which then runs [`Daemon::serve`], and waits until it listens.
-    fn start(test: &str, socket: &Path) -> Self {
+impl Served {
+    /// Starts the same test again, which then runs [`Served::serve`], and waits until it listens.
+    fn start(test: &str, kind: &str, socket: &Path) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(SOCKET, socket);
+        command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(SOCKET, socket).env(KIND, kind);
         // A group of its own: its processes are stopped together.
         let child = command.stdout(Stdio::null()).process_group(0).spawn().unwrap();
-        let daemon = Self(child);
+        let served = Self(child);
+        let listens = || match kind {
+            "daemon" => status(&ClientOptions::new(socket)).is_ok(),
+            _ => UnixStream::connect(socket).is_ok(),
+        };
         let start = Instant::now();
-        while status(&ClientOptions::new(socket)).is_err() {
-            assert!(start.elapsed() < Duration::from_secs(60), "the daemon does not listen");
+        while !listens() {
+            assert!(start.elapsed() < Duration::from_secs(60), "nothing listens");
             std::thread::sleep(Duration::from_millis(5));
         }
-        daemon
+        served
     }
 
-    /// Serves until it is killed.
-    fn serve(socket: &Path) {
-        let listener = Listener::bind(socket, 0o600).unwrap();
-        let server = Server::new(Config::default(), |_| {}).unwrap();
-        let (_stop, stopped) = UnixStream::pair().unwrap();
-        server.run(listener, stopped.as_fd()).unwrap();
+    /// In the process that [`Served::start`] has started, serves until it is killed. False in any other.
+    fn serve() -> bool {
+        let (Some(socket), Some(kind)) = (std::env::var_os(SOCKET), std::env::var_os(KIND)) else { return false };
+        if kind == "daemon" {
+            let listener = Listener::bind(Path::new(&socket), 0o600).unwrap();
+            let server = Server::new(Config::default(), |_| {}).unwrap();
+            let (_stop, stopped) = UnixStream::pair().unwrap();
+            server.run(listener, stopped.as_fd()).unwrap();
+            return true;
+        }
+        let config = CardConfig { ddr: 16 << 20, hbm: 16 << 20, channels: 2, workers: Workers::PerChannel };
+        let server = CardServer::bind(Path::new(&socket), config).unwrap();
+        loop {
+            let _ended = server.accept().unwrap().serve().unwrap();
+        }
     }
 }
 
-impl Drop for Daemon {
+impl Drop for Served {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
+/// The operations of a device whose process is lost end with ENODEV, and all objects can be destroyed: in C and in
+/// Rust, idle and with operations in flight, killed and stopped.
+#[test]
+fn a_device_without_its_process_is_lost() {
+    const TEST: &str = "a_device_without_its_process_is_lost";
+    if Served::serve() {
+        return;
+    }
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("SKIPPED: there is no C compiler cc");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let program = compile("cc", "tests/lost.c", "capi-lost", &["-std=c11"], &library);
+    let folder = tempfile::tempdir().unwrap();
+    // A daemon that is stopped keeps what its clients gave it, without a time limit.
+    for (kind, how) in [
+        ("vfio-user", "idle"),
+        ("vfio-user", "flying"),
+        ("vfio-user", "stopped"),
+        ("daemon", "idle"),
+        ("daemon", "flying"),
+    ] {
+        let socket = folder.path().join(format!("{kind}-{how}"));
+        let served = Served::start(TEST, kind, &socket);
+        let device = format!("{kind}:{}", socket.display());
+        let ran = Command::new(&program).args([&device, &served.0.id().to_string(), how]).output().unwrap();
+        let said = String::from_utf8_lossy(&ran.stdout);
+        assert!(ran.status.success() && said.is_empty(), "{kind} {how}: {} {said}", ran.status);
+        std::fs::remove_file(&socket).ok();
+        let served = Served::start(TEST, kind, &socket);
+        let mut opened = dmalane::open(&device).unwrap();
+        let registrar = opened.registrar().clone();
+        let buffer = registrar.heap(None).allocate(1 << 20).unwrap().share();
+        let via = Registered::new(&*registrar, &buffer, Access::RW).unwrap();
+        let table = opened.memory_mut().allocate(1 << 20, &Placement::Default).unwrap();
+        let at = DeviceAddr::Card(table.segments().next().unwrap().addr);
+        let operation = Operation::write((buffer.into_slice(), via), at);
+        let queue = opened.queue_mut();
+        let operation = run(queue, operation, Duration::from_secs(60)).unwrap();
+        let stopped = how == "stopped";
+        let signal = if stopped { "-STOP" } else { "-KILL" };
+        let sent = Command::new("kill").args([signal, "--", &format!("-{}", served.0.id())]).status().unwrap();
+        assert!(sent.success());
+        std::thread::sleep(Duration::from_millis(100)); // its threads go on for a moment
+        let began = Instant::now();
+        let RunError { operation, error } = run(queue, operation, Duration::from_secs(60)).unwrap_err();
+        assert!(matches!(error, OpError::Stopped(StopReason::Lost(_))), "{kind} {how}: {error}");
+        assert!(began.elapsed() < Duration::from_secs(if stopped { 25 } else { 10 }), "{kind} {how}");
+        assert_eq!(operation.is_none(), stopped, "{kind} {how}: the memory is free again, or never used again");
+        assert!(queue.in_flight() == usize::from(stopped) && !queue.restart(), "{kind} {how}");
+    }
+}
+
 #[test]
 fn a_daemon_that_hangs_holds_up_nobody_else() {
-    if let Some(socket) = std::env::var_os(SOCKET) {
-        return Daemon::serve(Path::new(&socket));
+    if Served::serve() {
+        return;
     }
     if Command::new("cc").arg("--version").output().is_err() {
         println!("SKIPPED: there is no C compiler cc");
@@ -189,7 +261,8 @@ fn a_daemon_that_hangs_holds_up_nobody_else() {
     let program = compile("cc", "tests/stopped.c", "capi-stopped", &["-std=c11"], &library);
     let folder = tempfile::tempdir().unwrap();
     let sockets = ["stopped", "works"].map(|name| folder.path().join(name));
-    let daemons = sockets.each_ref().map(|socket| Daemon::start("a_daemon_that_hangs_holds_up_nobody_else", socket));
+    let daemons =
+        sockets.each_ref().map(|socket| Served::start("a_daemon_that_hangs_holds_up_nobody_else", "daemon", socket));
     let stopped = daemons[0].0.id().to_string();
     let mut program = Command::new(&program);
     let program = program.arg(&sockets[0]).arg(stopped).arg(&sockets[1]);

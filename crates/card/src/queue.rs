@@ -180,13 +180,9 @@ impl<B: Mmio> CardQueue<B> {
         operation.check_registered(&*self.bus)?;
         let slots = match (&operation.shape, &operation.work) {
             (Some(_), _) => 2,
-            (None, Work::Gather(g)) => fragments(g).count(),
+            (None, Work::Gather(g)) => g.parts(),
             (None, _) => 1,
         };
-        if slots > self.capacity() {
-            // Its length in descriptors does not fit.
-            return Err(Refusal::TooLong { len: slots as u64, max: self.capacity() as u64 });
-        }
         if slots > self.room() {
             return Err(Refusal::Full);
         }
@@ -352,7 +348,8 @@ impl<B: Mmio> CardQueue<B> {
         completion
     }
 
-    /// Checks for a halt of the card, and for the confirmation of a stop, with which everything in flight ends.
+    /// Checks for a halt of the card, and for the confirmation of a stop, with which everything in flight ends, as with
+    /// the end of the card.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
         // A failed read yields an unknown status.
         let status = self.registers().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
@@ -364,8 +361,14 @@ impl<B: Mmio> CardQueue<B> {
                 let reason = self.why_halted(status);
                 self.stop(reason);
             }
-            Some(reason) if status == 0 => {
-                let stopped = OpError::Stopped(reason.clone());
+            Some(reason) if status == 0 || self.bus.is_gone() => {
+                // A device that is gone has not obeyed, whatever the queue was stopped for.
+                let reason = match reason {
+                    StopReason::Lost(_) => reason.clone(),
+                    _ if self.bus.is_gone() => StopReason::Lost("the device is gone".into()),
+                    _ => reason.clone(),
+                };
+                let stopped = OpError::Stopped(reason);
                 self.long.clear();
                 while let Some(completion) = self.flying.pop() {
                     if !self.taken_back.remove(&completion.ticket.number()) {
@@ -416,7 +419,7 @@ impl<B: Mmio> CardQueue<B> {
     fn wait_for_stop(&mut self) -> bool {
         let _ = self.registers().write(self.register(regs::CH_CONTROL), 0);
         let (device, status) = (self.registers(), self.register(regs::CH_STATUS));
-        device.until("stop a channel", || Ok(device.read(status)? == 0)).is_ok()
+        device.until("stop a channel", || Ok(device.0.is_gone() || device.read(status)? == 0)).is_ok()
     }
 }
 
@@ -492,7 +495,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: self.capacity(), max_len: self.max_len }
+        Limits { capacity: self.capacity(), max_len: self.max_len, max_parts: self.capacity() }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -91,7 +91,7 @@ impl CudaQueue {
             early: BTreeMap::new(),
             ordered: [0; 2],
             registrar,
-            limits: Limits { capacity: CAPACITY, max_len },
+            limits: Limits { capacity: CAPACITY, max_len, max_parts: usize::MAX },
             longest_pitch: u64::try_from(longest).unwrap_or(0),
             waiting: Waiting::new(),
             state: QueueState::default(),

@@ -26,7 +26,7 @@
 //!     fn new() -> Self {
 //!         let memory = Mutex::new(vec![0; 64 << 10]);
 //!         let copies = Capabilities::FROM_HOST | Capabilities::TO_HOST;
-//!         let limits = Limits { capacity: 8, max_len: 64 << 10 };
+//!         let limits = Limits { capacity: 8, max_len: 64 << 10, max_parts: usize::MAX };
 //!         let queue = PolledQueue::new(copies, limits, move |o| copy(&mut memory.lock().unwrap(), o));
 //!         let span = Span::new(CardAddr::new(0), 64 << 10).unwrap();
 //!         let (regions, registrar) = ([Region::new("tiny", span)], Arc::new(NoIommu::new()));

@@ -129,7 +129,7 @@ impl<T: Send + 'static> Registrar for NoIommu<T> {
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
         if range.start >= range.end || range.end > buffer.len() || !whole(range.start) || !whole(range.end) {
-            return Err(Error::BadRange { range, len: buffer.len() });
+            return Err(Error::BadRange { range, len: buffer.len(), page: PageSize::SIZE_4K.bytes() as usize });
         }
         Ok(Pinned::new(buffer.clone(), range, None, self.owner()))
     }

@@ -107,7 +107,7 @@ mod tests {
     fn only_a_device_that_is_not_lost_is_restarted() {
         let reasons = [StopReason::Driver("a call failed".into()), StopReason::Lost("unplugged".into())];
         for (reason, restarts) in reasons.into_iter().zip([true, false]) {
-            let limits = Limits { capacity: 2, max_len: 1 };
+            let limits = Limits { capacity: 2, max_len: 1, max_parts: usize::MAX };
             let execute = |_: &Operation| Err(OpError::Stopped(reason.clone()));
             let mut queue = PolledQueue::new(Capabilities::FILL, limits, execute);
             for _ in 0..2 {

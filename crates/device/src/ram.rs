@@ -39,7 +39,7 @@ impl RamDevice {
         let span = Span::new(CardAddr::new(0), len).ok_or(Error::BadLength(0))?;
         let present = (0..buf.len().div_ceil(BLOCK)).map(|_| AtomicBool::new(false)).collect();
         let ram = Arc::new(Ram { present, buf });
-        let limits = Limits { capacity: 64, max_len: 1 << 30 };
+        let limits = Limits { capacity: 64, max_len: 1 << 30, max_parts: usize::MAX };
         let capabilities = Capabilities::FROM_HOST | Capabilities::TO_HOST | Capabilities::WITHIN;
         let queue = PolledQueue::new(capabilities, limits, {
             let ram = ram.clone();

@@ -37,13 +37,16 @@ pub enum Error {
     /// No range of IOVAs is free.
     #[error(transparent)]
     Iova(#[from] RangeError<Iova>),
-    /// A range of a buffer that is not whole 4 KiB pages of it.
-    #[error("bytes {}..{} of a buffer of {len} are not whole pages of it", range.start, range.end)]
+    /// A range of a buffer that is not whole pages of it, as the registrar pins them.
+    #[error("bytes {}..{} of a buffer of {len} are not whole pages of it; the device has pages of {page} bytes",
+        range.start, range.end)]
     BadRange {
         /// The invalid range.
         range: std::ops::Range<usize>,
         /// Bytes of the buffer.
         len: usize,
+        /// Bytes of a page.
+        page: usize,
     },
     /// More would be pinned at one time than is allowed.
     #[error(

@@ -25,6 +25,8 @@ struct Uses {
     writers: usize,
     /// Slices of its bytes that are lent.
     borrows: usize,
+    /// Slices were duplicated, so that one may be written while another is read.
+    duplicated: bool,
 }
 
 impl Memory {
@@ -37,7 +39,21 @@ impl Memory {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `f` while no mapping lets a device write; `None` when one does, or when the memory was exported.
+    /// Lends no bytes from now on.
+    ///
+    /// # Errors
+    /// [`Error::Borrowed`] while bytes are lent.
+    pub(crate) fn admit_duplicates(&self) -> Result<(), Error> {
+        let mut uses = self.uses();
+        if uses.borrows > 0 {
+            return Err(Error::Borrowed);
+        }
+        uses.duplicated = true;
+        Ok(())
+    }
+
+    /// Runs `f` while no mapping lets a device write; `None` when one does, or when the memory was exported or has
+    /// duplicates.
     pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
         /// Ends the borrow, also when `f` panics.
         struct Borrow<'a>(&'a Memory);
@@ -51,7 +67,7 @@ impl Memory {
             }
         }
         let mut uses = self.uses();
-        if uses.writers > 0 || self.region.is_exported() {
+        if uses.writers > 0 || uses.duplicated || self.region.is_exported() {
             return None;
         }
         uses.borrows += 1;
@@ -107,7 +123,7 @@ impl BufferRef {
     pub fn check_pages(&self, range: &Range<usize>, page: usize) -> Result<(), Error> {
         let len = self.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(page) {
-            return Err(Error::BadRange { range: range.clone(), len });
+            return Err(Error::BadRange { range: range.clone(), len, page });
         }
         Ok(())
     }

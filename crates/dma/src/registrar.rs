@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable, Span};
 
-use crate::{AnonHeap, BufferRef, BufferSlice, Error, Heap, PageKind};
+use crate::{AnonHeap, BufferRef, BufferSlice, Error, Heap, PageKind, process_id};
 
 /// Makes host memory reachable for a device: pins it, maps it, and offers a heap whose memory can be mapped.
 ///
@@ -81,6 +81,8 @@ pub struct Pinned {
     writable: bool,
     /// The memory stays pinned and shared after this is dropped.
     leaked: bool,
+    /// The process that pinned it. A child of `fork` undoes nothing: it has a copy, and the device is its parent's.
+    process: u32,
 }
 
 impl Pinned {
@@ -88,7 +90,7 @@ impl Pinned {
     /// the scatter-gather table, or `None` where the registrar does not know it (a kernel that pins and maps in one
     /// step).
     pub fn new(buffer: BufferRef, range: Range<usize>, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
-        Self { buffer, range, pages, owner, writable: false, leaked: false }
+        Self { buffer, range, pages, owner, writable: false, leaked: false, process: process_id() }
     }
 
     /// For registrars: checks a list that `owner` is to map, [admits](Pinned::admit) the access, and gives the bytes.
@@ -160,6 +162,9 @@ static LEAKED: Mutex<Vec<BufferRef>> = Mutex::new(Vec::new());
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        if self.process != process_id() {
+            return;
+        }
         if self.leaked {
             return LEAKED.lock().unwrap_or_else(PoisonError::into_inner).push(self.buffer.clone());
         }
@@ -245,7 +250,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if let Some(lease) = self.lease.take()
+        if let Some(lease) = self.lease.take().filter(|_| self.pinned.process == process_id())
             && !self.pinned.owner.unmap(lease)
         {
             self.pinned.leak();

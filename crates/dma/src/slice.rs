@@ -1,13 +1,15 @@
 //! Owned slices of a shared buffer, and what else reaches its bytes.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::memory::Memory;
-use crate::{BufferRef, VolatileSlice};
+use crate::{BufferRef, Error, VolatileSlice};
 
-/// An owned slice of a [`SharedBuf`](crate::SharedBuf), disjoint from every other slice.
+/// An owned slice of a [`SharedBuf`](crate::SharedBuf), disjoint from every other slice but its
+/// [duplicates](BufferSlice::duplicate).
 ///
 /// An operation in flight owns its slice, so no other code accesses those bytes until the operation returns it.
 pub struct BufferSlice {
@@ -81,13 +83,15 @@ impl BufferSlice {
     /// them, and no device gets write access to the buffer while `f` runs. `f` must not map the buffer for writing,
     /// which would deadlock; it cannot export it ([`Error::Borrowed`](crate::Error::Borrowed)).
     ///
-    /// `None`, without calling `f`, while a mapping lets a device write the buffer, and once the buffer was exported.
+    /// `None`, without calling `f`, while a mapping lets a device write the buffer, and once the buffer was exported or
+    /// a slice of it duplicated.
     pub fn with_bytes<T>(&mut self, f: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let this = &*self;
         this.memory.while_unwritten(|| {
             let view = this.as_volatile_slice();
             // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other slices
-            // are disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a slice), views of
+            // are disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a slice, and
+            // `while_unwritten` refuses a buffer with duplicates), views of
             // this slice borrow it and so cannot exist beside `&mut self`, an operation of the kernel or a device in
             // flight owns its slice, and devices that could write without one need a mapping with that right, which
             // `while_unwritten` has just ruled out and keeps out. Nor does another process: `while_unwritten` refuses
@@ -123,6 +127,21 @@ impl BufferSlice {
         }
         let rest = BufferSlice { memory: self.memory.clone(), offset: self.offset + len, len: self.len - len };
         Ok((BufferSlice { len, ..self }, rest))
+    }
+
+    /// Another slice of the same bytes, or of a range of them: for operations that only read them, of which several may
+    /// be in flight. Whoever writes one of the two meanwhile reads unspecified bytes from the other. The buffer lends
+    /// no bytes from then on ([`BufferSlice::with_bytes`]).
+    ///
+    /// # Errors
+    /// [`Error::Borrowed`](crate::Error::Borrowed) while it lends some; [`Error::BadRange`](crate::Error::BadRange) for
+    /// bytes that the slice does not have.
+    pub fn duplicate(&self, range: Range<usize>) -> Result<BufferSlice, Error> {
+        if range.start > range.end || range.end > self.len {
+            return Err(Error::BadRange { range, len: self.len, page: 1 });
+        }
+        self.memory.admit_duplicates()?;
+        Ok(BufferSlice { memory: self.memory.clone(), offset: self.offset + range.start, len: range.len() })
     }
 
     /// Joins two adjacent slices of one buffer, this one first.
@@ -232,6 +251,21 @@ mod tests {
         let buf = MemfdHeap::new().allocate(4096).unwrap().share();
         assert!(buf.export().is_some());
         assert!(buf.into_slice().with_bytes(|_| ()).is_none());
+    }
+
+    #[test]
+    fn duplicates_have_the_same_bytes_and_end_borrowing() {
+        let buf = AnonHeap::new().allocate(8192).unwrap().share();
+        let (mut slice, mut other) = buf.into_slice().split_at(4096).unwrap();
+        let borrowed = slice.with_bytes(|_| other.duplicate(0..1).unwrap_err());
+        assert!(matches!(borrowed, Some(Error::Borrowed)));
+        assert!(matches!(other.duplicate(4095..4097), Err(Error::BadRange { .. })));
+        let mut duplicate = other.duplicate(90..100).unwrap();
+        other.write(90, b"ten bytes!").unwrap();
+        let mut bytes = [0; 10];
+        duplicate.read(0, &mut bytes).unwrap();
+        assert_eq!((&bytes, duplicate.offset(), duplicate.len()), (b"ten bytes!", 4096 + 90, 10));
+        assert!([&mut slice, &mut other, &mut duplicate].iter_mut().all(|slice| slice.with_bytes(|_| ()).is_none()));
     }
 
     #[test]

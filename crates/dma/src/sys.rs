@@ -114,6 +114,12 @@ impl Region {
         Ok(region)
     }
 
+    /// Has the kernel give a child of `fork` zeroes in place of anonymous memory.
+    pub(crate) fn wipe_on_fork(&self) -> io::Result<()> {
+        // SAFETY: the range is this region's own, and it changes nothing in this process.
+        Ok(unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxWipeOnFork) }?)
+    }
+
     /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
     /// kernel for hugetlb).
     pub(crate) fn anonymous(len: NonZeroUsize, pages: PageKind) -> io::Result<Self> {

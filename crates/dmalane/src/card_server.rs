@@ -20,25 +20,22 @@ use rustix::io::ReadWriteFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use thiserror::Error;
 
+use crate::config_space::{Bar, COMMAND, COMMAND_MASTER, COMMAND_MEMORY, CONFIG_LEN, ConfigSpace};
+
 /// Vendor and device number of the card. The vendor number is not assigned by PCI-SIG.
 pub const CARD_PCI_ID: (u16, u16) = (0x4c44, 0x0001);
 
 /// The regions besides those of the card: the table of MSI-X, and the configuration space.
 const TABLE: u32 = 4;
 const CONFIG: u32 = 7;
-const CONFIG_LEN: usize = 256;
 const TABLE_LEN: u64 = 4096;
 const PENDING: u32 = 2048;
-/// The command register, and bits of its first byte: the card responds at its BARs; the card may access memory and
-/// raise interrupts.
-const COMMAND: usize = 4;
-const COMMAND_MEMORY: u8 = 1 << 1;
-const COMMAND_MASTER: u8 = 1 << 2;
-/// Offsets of the capability "advanced features", with which a function of conventional PCI is reset alone, and of its
-/// control and status.
-const FEATURES: usize = 0x50;
-const FEATURES_CONTROL: usize = FEATURES + 4;
-const FEATURES_STATUS: usize = FEATURES + 5;
+/// Offsets of the capability for MSI-X; of the capability "advanced features", with which a function of conventional
+/// PCI is reset alone, and of its control and status.
+const MSIX: u8 = 0x40;
+const FEATURES: u8 = 0x50;
+const FEATURES_CONTROL: usize = FEATURES as usize + 4;
+const FEATURES_STATUS: usize = FEATURES as usize + 5;
 const REGISTERS_LEN: u64 = 64 << 10;
 /// Timeout of a reset.
 const RESET_TIMEOUT: Duration = Duration::from_secs(5);
@@ -215,7 +212,7 @@ struct CardModel {
     /// Bus mastering: without it the card neither accesses memory nor raises interrupts, which are writes too.
     bus_master: Arc<AtomicBool>,
     memory_len: u64,
-    config: Box<[u8; CONFIG_LEN]>,
+    config: ConfigSpace,
     table: Box<[u8; TABLE_LEN as usize]>,
 }
 
@@ -256,7 +253,7 @@ impl CardModel {
             events,
             bus_master,
             memory_len,
-            config: Box::new(config_space(config.channels)),
+            config: config_space(config.channels, memory_len),
             table: Box::new([0; TABLE_LEN as usize]),
         })
     }
@@ -268,7 +265,7 @@ impl CardModel {
 
     /// True when the card responds at this region: at BARs only as the command register says.
     fn responds(&self, region: u32) -> bool {
-        region == CONFIG || self.config[COMMAND] & COMMAND_MEMORY != 0
+        region == CONFIG || self.config.byte(COMMAND) & COMMAND_MEMORY != 0
     }
 
     /// Reads registers, as words of 32 bits.
@@ -307,8 +304,8 @@ impl ServedDevice for CardModel {
             _ if !self.responds(region) => return false,
             CONFIG => {
                 // A reset may take longer than its request.
-                self.config[FEATURES_STATUS] = u8::from(self.is_stopping());
-                into.copy_from_slice(&self.config[at]);
+                self.config.put(FEATURES_STATUS, &[u8::from(self.is_stopping())]);
+                self.config.read(at.start, into);
             }
             TABLE => into.copy_from_slice(&self.table[at]),
             r if r == u32::from(regs::BAR_MEMORY) => {
@@ -324,19 +321,14 @@ impl ServedDevice for CardModel {
         match region {
             _ if !self.responds(region) => false,
             CONFIG => {
-                for (at, byte) in at.zip(from) {
-                    match at {
-                        COMMAND => {
-                            self.config[at] = *byte;
-                            let master = byte & COMMAND_MASTER != 0;
-                            self.bus_master.store(master, Ordering::SeqCst);
-                            self.memory.set_bus_master(master);
-                        }
-                        // The BARs only store what the client writes.
-                        5 | 0x10..0x28 => self.config[at] = *byte,
-                        FEATURES_CONTROL if byte & 1 == 1 => drop(self.reset()),
-                        _ => {}
-                    }
+                self.config.write(at.start, from);
+                if at.contains(&COMMAND) {
+                    let master = self.config.byte(COMMAND) & COMMAND_MASTER != 0;
+                    self.bus_master.store(master, Ordering::SeqCst);
+                    self.memory.set_bus_master(master);
+                }
+                if at.contains(&FEATURES_CONTROL) && from[FEATURES_CONTROL - at.start] & 1 == 1 {
+                    let _ = self.reset();
                 }
                 true
             }
@@ -384,27 +376,26 @@ impl ServedDevice for CardModel {
     }
 }
 
-/// The configuration space of PCI 3.0, with the capabilities for MSI-X and for a reset of this function alone.
-fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
-    let mut space = [0; CONFIG_LEN];
-    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0x00, &CARD_PCI_ID.0.to_le_bytes());
-    put(0x02, &CARD_PCI_ID.1.to_le_bytes());
-    // The status register: a list of capabilities exists.
-    put(0x06, &0x10u16.to_le_bytes());
-    // Revision 0; a processing accelerator.
-    put(0x08, &0x1200_0000u32.to_le_bytes());
-    // BAR 0 and 4: 32 bits. BAR 2: 64 bits, prefetchable.
-    put(0x18, &0xcu32.to_le_bytes());
-    put(0x2c, &CARD_PCI_ID.0.to_le_bytes());
-    put(0x34, &[0x40]);
+/// The configuration space of a processing accelerator, with the capabilities for MSI-X and for a reset of this
+/// function alone.
+fn config_space(vectors: u32, memory_len: u64) -> ConfigSpace {
+    let bars = [
+        Bar::Bits32(REGISTERS_LEN as u32),
+        Bar::None,
+        Bar::Bits64(memory_len),
+        Bar::None,
+        Bar::Bits32(TABLE_LEN as u32),
+        Bar::None,
+    ];
+    let mut space = ConfigSpace::new(CARD_PCI_ID, 0x12_0000, bars);
+    // Advanced features: six bytes, with the pending bit and the reset.
+    space.add_capability(FEATURES, 0x13, &[6, 0b11]);
     // MSI-X: one entry for each channel (the field is their number less one), the table and the pending bits in BAR 4.
-    put(0x40, &[0x11, FEATURES as u8]);
-    put(0x42, &(vectors.clamp(1, 2048) as u16 - 1).to_le_bytes());
-    put(0x44, &TABLE.to_le_bytes());
-    put(0x48, &(PENDING | TABLE).to_le_bytes());
-    // Advanced features, the last capability: six bytes, with the pending bit and the reset.
-    put(FEATURES, &[0x13, 0, 6, 0b11]);
+    // The bits that enable and mask it are the client's: it decides who gets its eventfds.
+    let control = vectors.clamp(1, 2048) as u16 - 1;
+    let places = [control.to_le_bytes().as_slice(), &TABLE.to_le_bytes(), &(PENDING | TABLE).to_le_bytes()].concat();
+    space.add_capability(MSIX, 0x11, &places);
+    space.allow(usize::from(MSIX) + 2, &0xc000_u16.to_le_bytes());
     space
 }
 

@@ -7,3 +7,15 @@ pub fn error_chain(error: &dyn Error) -> String {
     let causes = std::iter::successors(error.source(), |&e| e.source()).map(ToString::to_string);
     causes.fold(error.to_string(), |text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") })
 }
+
+/// True when this error, or one of its causes, says that a device is lost: its driver has lost it, or the process that
+/// serves it has ended or does not answer. It must be opened again.
+pub fn is_lost(error: &(dyn Error + 'static)) -> bool {
+    use dmalane_daemon::ClientError;
+    std::iter::successors(Some(error), |&e| e.source()).any(|e| {
+        matches!(e.downcast_ref(), Some(dmalane_vulkan::Error::Lost(_)))
+            || matches!(e.downcast_ref(), Some(dmalane_cuda::Error::Lost(_)))
+            || matches!(e.downcast_ref(), Some(dmalane_vfio_user::Error::Unanswered { .. }))
+            || matches!(e.downcast_ref(), Some(ClientError::Disconnected(_) | ClientError::Timeout { .. }))
+    })
+}

@@ -24,6 +24,7 @@
 
 mod card_server;
 mod causes;
+mod config_space;
 pub mod devices;
 mod open;
 mod open_options;
@@ -52,7 +53,7 @@ pub use dmalane_vm as vm;
 pub use dmalane_vulkan as vulkan;
 
 pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};
-pub use causes::error_chain;
+pub use causes::{error_chain, is_lost};
 pub use devices::BadDeviceSpec;
 pub use dmalane_file::FileOptions;
 pub use dmalane_load::{

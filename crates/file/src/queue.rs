@@ -359,7 +359,7 @@ impl Queue for FileQueue {
 
     /// Any length, since operations are cut.
     fn limits(&self) -> Limits {
-        Limits { capacity: self.options.depth, max_len: i64::MAX as u64 }
+        Limits { capacity: self.options.depth, max_len: i64::MAX as u64, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

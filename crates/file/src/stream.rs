@@ -105,7 +105,7 @@ impl Queue for StreamQueue {
     type Addr = FileOffset;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: self.capacity, max_len: i64::MAX as u64 }
+        Limits { capacity: self.capacity, max_len: i64::MAX as u64, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -12,7 +12,7 @@ use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory, DlpackDevice,
     IoError, MemoryError, Placement, Region, areas,
 };
-use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
+use dmalane_dma::{Forked, Heap, OfProcess, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
 use dmalane_vm::{BindRequest, Bo};
 
@@ -62,7 +62,7 @@ pub type JoinedQueue = Split<Box<DeviceQueue>>;
 /// ```
 pub struct OpenDevice {
     pub(crate) queue: JoinedQueue,
-    pub(crate) device: Box<dyn Device>,
+    pub(crate) device: OfProcess<Box<dyn Device>>,
     pub(crate) info: DeviceInfo,
     registrar: Arc<dyn Registrar>,
     memory: DeviceMemory,
@@ -288,7 +288,7 @@ impl OpenDevice {
             staging: Staging::new(heap, registrar.clone(), chunk),
             registrar,
             memory: device.memory(),
-            device,
+            device: OfProcess::new(device),
             options,
             channels,
             bounce: None,
@@ -349,6 +349,14 @@ impl OpenDevice {
     /// The device in the words of DLPack ([`Device::dlpack`]).
     pub fn dlpack(&self) -> Option<DlpackDevice> {
         self.device.dlpack()
+    }
+
+    /// Checks that this process opened it. Its queues refuse a child of `fork`, and loads do; nothing else does.
+    ///
+    /// # Errors
+    /// [`Forked`].
+    pub fn check_process(&self) -> Result<(), Forked> {
+        self.device.check()
     }
 
     /// Its queues, driven as one. Operations of one's own must have ended before the next call of anything else here.
@@ -456,6 +464,7 @@ impl OpenDevice {
         model: Arc<Model>,
         placement: &Placement,
     ) -> Result<LoadedFile, Error> {
+        self.device.check()?;
         let whole = self.binds_whole_files();
         let space = self.device.address_space();
         let layout = match space.kind() {
@@ -547,8 +556,9 @@ impl OpenDevice {
     }
 
     /// # Errors
-    /// [`Error::OtherDevice`] for a file that was loaded onto another device.
+    /// [`Error::OtherDevice`] for a file that was loaded onto another device; [`Error::Forked`].
     pub(crate) fn check(&self, file: &LoadedFile) -> Result<(), Error> {
+        self.device.check()?;
         if file.device == self.number { Ok(()) } else { Err(Error::OtherDevice { path: file.path.clone() }) }
     }
 

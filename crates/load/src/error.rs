@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use dmalane_addr::{CardAddr, FileOffset, SgError};
 use dmalane_device::{MemoryError, SpaceError};
+use dmalane_dma::Forked;
 use dmalane_queue::OpError;
 use thiserror::Error;
 
@@ -16,6 +17,9 @@ use crate::fill::FillError;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// The device was opened by the parent of this process.
+    #[error(transparent)]
+    Forked(#[from] Forked),
     /// A file is not what it should be.
     #[error("{}: {source}", path.display())]
     Format {

@@ -271,7 +271,7 @@ impl Queue for Bursts {
     type Addr = FileOffset;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: AT_ONCE, max_len: u64::MAX }
+        Limits { capacity: AT_ONCE, max_len: u64::MAX, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -97,7 +97,7 @@ impl Queue for Card {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: self.capacity, max_len: self.max_len }
+        Limits { capacity: self.capacity, max_len: self.max_len, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -29,6 +29,8 @@ pub struct Limits {
     pub capacity: usize,
     /// Bytes per operation, at most.
     pub max_len: u64,
+    /// Parts of a gather list, at most ([`GatherList::parts`](crate::GatherList::parts)); `usize::MAX` for any number.
+    pub max_parts: usize,
 }
 
 bitflags::bitflags! {

@@ -393,11 +393,14 @@ fn refuses_what_makes_no_sense<F: Fixture>(fixture: &mut F) {
     let refused = queue.submit(Operation::copy(direction, HostSlice { slice: empty, via }, at)).unwrap_err();
     assert_eq!(refused.reason, Refusal::Empty);
     assert!(refused.operation.into_slice().unwrap().join(rest).is_ok(), "the slice comes back");
+    let align = fixture.align() as u64;
     let a = fixture.host(100);
     let b = fixture.host(100);
     let cases: Vec<(Operation<AddrOf<F>>, Refusal)> = vec![
         (Operation::fill(at, 0, 1), Refusal::Empty),
         (Operation::within(at, at, 0), Refusal::Empty),
+        (Operation::within(at, fixture.at(align), 2 * align), Refusal::Overlap),
+        (Operation::within(fixture.at(align), at, 2 * align), Refusal::Overlap),
         (Operation::fill(at, u64::MAX, 1), Refusal::PastTheTop),
         (Operation::fill(at, 10, 1).shaped(shape(3, 3, 3, 3)), Refusal::Mismatch),
         (Operation::fill(at, 9, 1).shaped(shape(3, 0, 3, 3)), Refusal::Empty),

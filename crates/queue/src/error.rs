@@ -107,6 +107,17 @@ pub enum Refusal {
         /// [`Limits::max_len`](crate::Limits::max_len).
         max: u64,
     },
+    /// A gather list of more parts than one operation may have.
+    #[error("a gather list of {parts} parts is longer than {max}")]
+    TooManyParts {
+        /// Parts of the list.
+        parts: usize,
+        /// [`Limits::max_parts`](crate::Limits::max_parts).
+        max: usize,
+    },
+    /// The two sides of a copy within device memory have bytes in common.
+    #[error("the two sides of a copy within device memory overlap")]
+    Overlap,
     /// The target would run past the top of its address space.
     #[error("the target runs past the top of its address space")]
     PastTheTop,

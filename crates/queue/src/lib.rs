@@ -44,7 +44,7 @@
 //!
 //! impl Queue for Memory {
 //!     type Addr = DeviceAddr;
-//!     fn limits(&self) -> Limits { Limits { capacity: 64, max_len: 1 << 30 } }
+//!     fn limits(&self) -> Limits { Limits { capacity: 64, max_len: 1 << 30, max_parts: usize::MAX } }
 //!     fn capabilities(&self) -> Capabilities { Capabilities::FROM_HOST | Capabilities::TO_HOST }
 //!     fn in_flight(&self) -> usize { self.state.in_flight() }
 //!     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {

@@ -104,6 +104,22 @@ pub struct GatherList<A = DeviceAddr> {
     pub device: Vec<(A, u64)>,
 }
 
+impl<A> GatherList<A> {
+    /// The number of copies that it stands for: a new one begins where a slice or a range of either list does.
+    pub fn parts(&self) -> usize {
+        let mut host = self.host.iter().map(|host| host.slice.len() as u64);
+        let mut device = self.device.iter().map(|(_, len)| *len);
+        let (mut parts, mut a, mut b) = (0, host.next(), device.next());
+        while let (Some(left), Some(right)) = (a, b) {
+            parts += 1;
+            let len = left.min(right);
+            a = if left > len { Some(left - len) } else { host.next() };
+            b = if right > len { Some(right - len) } else { device.next() };
+        }
+        parts
+    }
+}
+
 /// The work of an operation.
 #[derive(Debug)]
 pub enum Work<A = DeviceAddr> {
@@ -126,7 +142,9 @@ pub enum Work<A = DeviceAddr> {
     },
     /// Copy between two lists, as one operation.
     Gather(Box<GatherList<A>>),
-    /// Copy from device memory to device memory. Overlapping ranges give unspecified bytes.
+    /// Copy from device memory to device memory. The two sides do not overlap ([`Refusal::Overlap`]): not in their
+    /// addresses, and where different addresses are bound to the same memory the bytes there are unspecified. Rows may
+    /// lie between each other where both pitches are equal.
     Within {
         /// The source.
         from: A,
@@ -292,7 +310,7 @@ impl<A: QueueAddr> Operation<A> {
     /// do, and what [`Operation::check`] says.
     ///
     /// # Errors
-    /// [`Refusal::Unsupported`], those of [`Operation::check`], [`Refusal::TooLong`].
+    /// [`Refusal::Unsupported`], those of [`Operation::check`], [`Refusal::TooLong`], [`Refusal::TooManyParts`].
     pub fn admit(&self, capabilities: Capabilities, limits: Limits) -> Result<(), Refusal> {
         let missing = self.needs() - capabilities;
         if !missing.is_empty() {
@@ -300,14 +318,19 @@ impl<A: QueueAddr> Operation<A> {
         }
         self.check()?;
         let (len, max) = (self.bytes(), limits.max_len);
-        if len > max { Err(Refusal::TooLong { len, max }) } else { Ok(()) }
+        if len > max {
+            return Err(Refusal::TooLong { len, max });
+        }
+        let (parts, max) = (if let Work::Gather(g) = &self.work { g.parts() } else { 1 }, limits.max_parts);
+        if parts > max { Err(Refusal::TooManyParts { parts, max }) } else { Ok(()) }
     }
 
     /// Refuses what no queue can do: no bytes, sides of different lengths, a range past the top of its space, a shape
-    /// without rows.
+    /// without rows, a copy within device memory whose sides overlap.
     ///
     /// # Errors
-    /// [`Refusal`]: [`Empty`](Refusal::Empty), [`Mismatch`](Refusal::Mismatch), [`PastTheTop`](Refusal::PastTheTop).
+    /// [`Refusal`]: [`Empty`](Refusal::Empty), [`Mismatch`](Refusal::Mismatch), [`PastTheTop`](Refusal::PastTheTop),
+    /// [`Overlap`](Refusal::Overlap).
     pub fn check(&self) -> Result<(), Refusal> {
         let fits = |at: &A, extent: u64| match extent.checked_sub(1) {
             None => Err(Refusal::Empty),
@@ -333,7 +356,12 @@ impl<A: QueueAddr> Operation<A> {
             Work::Within { from, to, len } => {
                 fits(from, extent(|s| s.host_pitch, *len)?)?;
                 fits(to, extent(|s| s.device_pitch, *len)?)?;
-                if rows_add_up(*len) { Ok(()) } else { Err(Refusal::Mismatch) }
+                let same_space = from.card_addr().is_some() == to.card_addr().is_some();
+                match rows_add_up(*len) {
+                    false => Err(Refusal::Mismatch),
+                    true if same_space && overlap(from.bits(), to.bits(), *len, shape) => Err(Refusal::Overlap),
+                    true => Ok(()),
+                }
             }
             Work::Fill { at, len, .. } => {
                 fits(at, extent(|s| s.device_pitch, *len)?)?;
@@ -354,6 +382,19 @@ impl<A: QueueAddr> Operation<A> {
             Work::Fence => Ok(()),
         }
     }
+}
+
+/// True where the sides of a copy within one space have bytes in common. Rows with different pitches count as all that
+/// lies between them.
+fn overlap(from: u64, to: u64, len: u64, shape: Option<&Shape>) -> bool {
+    let distance = from.abs_diff(to);
+    let Some(shape @ &Shape { row, host_pitch, device_pitch, .. }) = shape else { return distance < len };
+    let first = if from < to { host_pitch } else { device_pitch };
+    if shape.extent(first).is_some_and(|extent| extent <= distance) {
+        return false;
+    }
+    let between_rows = || distance % host_pitch >= row && host_pitch - distance % host_pitch >= row;
+    host_pitch != device_pitch || host_pitch < row || !between_rows()
 }
 
 impl<A> From<Work<A>> for Operation<A> {

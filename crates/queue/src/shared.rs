@@ -122,7 +122,7 @@ impl<Q: Queue> SharedQueue<Q> {
     /// When the queue has operations in flight.
     pub fn new(queue: Q, options: SharedOptions) -> Self {
         assert_eq!(queue.in_flight(), 0, "a shared queue needs its queue for itself");
-        let Limits { capacity, max_len } = queue.limits();
+        let limits = queue.limits();
         let front = Front {
             waiting: VecDeque::new(),
             handles: Vec::new(),
@@ -132,8 +132,8 @@ impl<Q: Queue> SharedQueue<Q> {
             halted: queue.halted(),
         };
         Self(Arc::new(Inner {
-            limits: Limits { capacity: options.total, max_len },
-            inside: options.inside.min(capacity),
+            limits: Limits { capacity: options.total, ..limits },
+            inside: options.inside.min(limits.capacity),
             drop_timeout: options.drop_timeout,
             capabilities: queue.capabilities(),
             back: Mutex::new(Back { queue, owners: VecDeque::new(), scratch: Vec::new(), deadline: None }),

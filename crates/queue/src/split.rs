@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::time::{Duration, Instant};
 
+use dmalane_dma::OfProcess;
+
 use crate::{
     CacheHint, Cancelled, Capabilities, Completion, Direction, HostSlice, Limits, OpError, Operation, Piece, Policy,
     Queue, QueueAddr, Refusal, Refused, StopReason, Ticket, Work, wait_with,
@@ -13,14 +15,14 @@ use crate::{
 /// fast queue (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Drives several queues as one.
+/// Drives several queues as one, in the process that made it: a child of `fork` is refused, and drops nothing of them.
 ///
 /// A [`Policy`] says which queue moves which piece of a copy, and a copy ends when its last piece has. All other
 /// operations (fills, comparisons, copies within the device, gather lists, anything with a shape) go whole to the queue
 /// that has the fewest in flight, of those that the policy uses. Fences are kept here: what is submitted behind one
 /// waits until everything before it has ended.
 pub struct Split<Q: Queue> {
-    queues: Vec<Q>,
+    queues: OfProcess<Vec<Q>>,
     policy: Box<dyn Policy>,
     /// The time since some fixed moment, for the rates that the policy measures. Never goes back.
     now: Box<dyn Fn() -> Duration + Send>,
@@ -146,7 +148,7 @@ impl<Q: Queue> Split<Q> {
         assert!(queues.iter().all(|q| q.in_flight() == 0), "a split needs its queues for itself");
         let n = queues.len();
         Self {
-            queues,
+            queues: OfProcess::new(queues),
             policy,
             now: Box::new(now),
             copies: BTreeMap::new(),
@@ -164,6 +166,11 @@ impl<Q: Queue> Split<Q> {
     /// The queues.
     pub fn queues(&self) -> &[Q] {
         &self.queues
+    }
+
+    /// Why nothing works in a child of `fork`: the queues are those of its parent.
+    fn forked(&self) -> Option<StopReason> {
+        self.queues.check().err().map(|e| StopReason::Lost(e.into()))
     }
 
     /// Gives the queues what the policy has for them. `fresh` is a copy that was just submitted: when its first
@@ -323,6 +330,9 @@ impl<Q: Queue> Split<Q> {
     }
 
     fn collect(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {
+        if self.forked().is_some() {
+            return 0;
+        }
         // Only a fresh copy can be refused.
         let _ = self.feed(None);
         for i in 0..self.queues.len() {
@@ -386,11 +396,15 @@ impl<Q: Queue> Split<Q> {
 impl<Q: Queue> Queue for Split<Q> {
     type Addr = Q::Addr;
 
-    /// The queues' capacities together; the shortest of their longest operations.
+    /// The queues' capacities together; the shortest of their longest operations and lists.
     fn limits(&self) -> Limits {
         let limits = self.queues.iter().map(Queue::limits);
         limits
-            .reduce(|a, b| Limits { capacity: a.capacity + b.capacity, max_len: a.max_len.min(b.max_len) })
+            .reduce(|a, b| Limits {
+                capacity: a.capacity + b.capacity,
+                max_len: a.max_len.min(b.max_len),
+                max_parts: a.max_parts.min(b.max_parts),
+            })
             .expect("at least one queue")
     }
 
@@ -405,6 +419,9 @@ impl<Q: Queue> Queue for Split<Q> {
     }
 
     fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
+        if let Some(reason) = self.forked() {
+            return Err(Refused { operation, reason: Refusal::Stopped(reason) });
+        }
         let limits = self.limits();
         if let Err(reason) = operation.admit(self.capabilities(), limits) {
             return Err(Refused { operation, reason });
@@ -427,6 +444,9 @@ impl<Q: Queue> Queue for Split<Q> {
     }
 
     fn flush(&mut self) {
+        if self.forked().is_some() {
+            return;
+        }
         self.pass_fences();
         // Only a fresh copy can be refused.
         let _ = self.feed(None);
@@ -439,6 +459,9 @@ impl<Q: Queue> Queue for Split<Q> {
 
     fn wait(&mut self, done: &mut Vec<Completion<Q::Addr>>, timeout: Duration) -> usize {
         wait_with(self, done, timeout, |this, left| {
+            if this.forked().is_some() {
+                return std::thread::sleep(left.min(POLL_INTERVAL));
+            }
             // There is no sleep on several queues at once: sleep briefly on each in turn, or as long as allowed on the
             // only one.
             let n = this.queues.len();
@@ -453,17 +476,23 @@ impl<Q: Queue> Queue for Split<Q> {
 
     /// Halted when one queue has, since every copy may need it; but not while another one still has operations to end.
     fn halted(&self) -> Option<StopReason> {
+        if let Some(reason) = self.forked() {
+            return Some(reason);
+        }
         let works = |queue: &Q| queue.in_flight() > 0 && queue.halted().is_none();
         if self.queues.iter().any(works) { None } else { self.queues.iter().find_map(Queue::halted) }
     }
 
     fn stop(&mut self, reason: StopReason) {
+        if self.forked().is_some() {
+            return;
+        }
         self.queues.iter_mut().for_each(|queue| queue.stop(reason.clone()));
     }
 
     /// Restarts all queues that have stopped.
     fn restart(&mut self) -> bool {
-        if self.in_flight == 0 && self.queues.iter().any(|queue| queue.halted().is_some()) {
+        if self.forked().is_none() && self.in_flight == 0 && self.queues.iter().any(|queue| queue.halted().is_some()) {
             return self.queues.iter_mut().all(|queue| queue.halted().is_none() || queue.restart());
         }
         false
@@ -473,6 +502,9 @@ impl<Q: Queue> Queue for Split<Q> {
     /// [`OpError::Cancelled`].
     fn cancel(&mut self, ticket: Ticket) -> Cancelled<Q::Addr> {
         let id = ticket.number();
+        if self.forked().is_some() {
+            return Cancelled::TooLate;
+        }
         if let Some((_, operation)) =
             self.late.iter().position(|(late, _)| *late == id).and_then(|at| self.late.remove(at))
         {

@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn every_operation_is_counted_once() {
         let mut state = QueueState::default();
-        let limits = Limits { capacity: 3, max_len: 100 };
+        let limits = Limits { capacity: 3, max_len: 100, max_parts: usize::MAX };
         let mut waiting = Waiting::<DeviceAddr>::new();
         let submit = |state: &mut QueueState, waiting: &mut Waiting| {
             let submitted = state.submit(Operation::fence(), Capabilities::FENCE, limits, |_| Ok(()), waiting);
@@ -180,7 +180,9 @@ mod tests {
         let mut state = QueueState { in_flight: 2, ..QueueState::default() };
         let operation = Operation::<DeviceAddr>::fence();
         let check = |state: &QueueState, capacity, more: Result<(), Refusal>| {
-            state.check(&operation, Capabilities::FENCE, Limits { capacity, max_len: 1 }, |_| more)
+            state.check(&operation, Capabilities::FENCE, Limits { capacity, max_len: 1, max_parts: usize::MAX }, |_| {
+                more
+            })
         };
         assert_eq!(check(&state, 3, Ok(())), Ok(()));
         assert_eq!(check(&state, 2, Ok(())), Err(Refusal::Full));

@@ -161,7 +161,7 @@ pub(crate) mod fake {
         type Addr = DeviceAddr;
 
         fn limits(&self) -> Limits {
-            Limits { capacity: 4, max_len: 1 << 20 }
+            Limits { capacity: 4, max_len: 1 << 20, max_parts: usize::MAX }
         }
 
         fn capabilities(&self) -> Capabilities {

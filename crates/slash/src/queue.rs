@@ -105,7 +105,7 @@ impl Queue for SlashQueue {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: CAPACITY, max_len: MAX_LEN }
+        Limits { capacity: CAPACITY, max_len: MAX_LEN, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

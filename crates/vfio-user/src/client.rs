@@ -1,5 +1,6 @@
 //! The client's side of vfio-user: a bus whose device is in another process.
 
+use std::collections::HashMap;
 use std::io;
 use std::net::Shutdown;
 use std::ops::Range;
@@ -10,14 +11,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_addr::{Access, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{
     self as dma, BufferRef, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf,
     Undo, VolatileSlice,
 };
+use serde_json::Value;
 use vfio_bindings::bindings::vfio as abi;
 
-use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
+use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, MAX_FDS, Message, REPLY, receive, send};
 use crate::{Error, ProtocolError};
 
 const CONFIG: u32 = abi::VFIO_PCI_CONFIG_REGION_INDEX;
@@ -80,8 +82,47 @@ impl Window {
 
 struct Inner {
     socket: Mutex<Socket>,
+    limits: Limits,
     iovas: Mutex<RangeCache<Iova>>,
+    /// The lengths of the parts of mappings that have several, by first address: a server unmaps what it has mapped,
+    /// part by part.
+    parts: Mutex<HashMap<Iova, Vec<u64>>>,
     mapped: AtomicU64,
+}
+
+/// Limits of the device's process for messages to it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Limits {
+    /// Descriptors of a message.
+    fds: usize,
+    /// Bytes of a region in a message.
+    data: usize,
+    /// The smallest page of DMA mappings, at least 4 KiB.
+    page: PageSize,
+}
+
+impl Limits {
+    /// Parses the capabilities of a version message, JSON that ends with a zero. Absent ones have the defaults of the
+    /// specification.
+    fn parse(text: &[u8]) -> Result<Self, ProtocolError> {
+        let text = text.split(|byte| *byte == 0).next().unwrap_or_default();
+        let all: Value = match text {
+            [] => Value::Null,
+            _ => serde_json::from_slice(text).map_err(|_| ProtocolError::Capability("version data"))?,
+        };
+        let number = |name, absent, least| match &all["capabilities"][name] {
+            Value::Null => Ok(absent),
+            value => value.as_u64().filter(|limit| *limit >= least).ok_or(ProtocolError::Capability(name)),
+        };
+        Ok(Self {
+            fds: number("max_msg_fds", 1, 1)?.min(MAX_FDS as u64) as usize,
+            // Words of 64 bits stay whole.
+            data: number("max_data_xfer_size", 1 << 20, 8)?.min(MAX_DATA as u64) as usize & !7,
+            page: PageSizes::from_bits(number("pgsizes", 4096, 4096)? & !0xfff)
+                .smallest()
+                .ok_or(ProtocolError::Capability("pgsizes"))?,
+        })
+    }
 }
 
 struct Socket {
@@ -218,13 +259,24 @@ impl Inner {
         let body = Body::default().u32(24).u32(0).u64(span.first().bits()).u64(span.len());
         self.ask(Command::DmaUnmap, body, &[]).is_ok() || lock(&self.socket).gone
     }
+
+    /// Unmaps the parts of a span, which have these lengths and begin with it. False as for [`Inner::try_unmap`].
+    fn try_unmap_parts(&self, span: Span<Iova>, parts: &[u64]) -> bool {
+        let mut at = 0;
+        parts.iter().all(|len| {
+            let part = span.sub(at, *len);
+            at += len;
+            part.is_some_and(|part| self.try_unmap(part))
+        })
+    }
 }
 
 impl Undo for Inner {
     fn unmap(&self, lease: Lease<Iova>) -> bool {
         let span = lease.span();
         self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
-        self.try_unmap(span) && {
+        let parts = lock(&self.parts).remove(&span.first()).unwrap_or_else(|| vec![span.len()]);
+        self.try_unmap_parts(span, &parts) && {
             lock(&self.iovas).free(lease);
             true
         }
@@ -261,12 +313,13 @@ impl UserBus {
 
     fn with_timeout(stream: UnixStream, timeout: Duration) -> Result<Self, Error> {
         let mut socket = Socket::new(stream, timeout).map_err(Error::Setup)?;
-        let text = format!(r#"{{"capabilities":{{"max_msg_fds":{VECTORS},"max_data_xfer_size":{MAX_DATA}}}}}"#);
+        let text = format!(r#"{{"capabilities":{{"max_msg_fds":{MAX_FDS},"max_data_xfer_size":{MAX_DATA}}}}}"#);
         let hello = Body::default().u32(1 << 16).bytes(text.as_bytes()).bytes(&[0]);
         let version = socket.ask(Command::Version, &hello.0, &[])?;
         if Fields(&version).u16() != Some(0) {
             return Err(ProtocolError::Version.into());
         }
+        let limits = Limits::parse(version.get(4..).unwrap_or_default())?;
         let info = socket.ask(Command::DeviceInfo, &Body::default().u32(16).u32(0).u32(0).u32(0).0, &[])?;
         let mut fields = Fields(&info);
         let (_argsz, flags, count) = (fields.u32(), fields.u32(), fields.u32());
@@ -279,26 +332,35 @@ impl UserBus {
         let info = socket.ask(Command::IrqInfo, &Body::default().u32(16).u32(0).u32(kind).u32(0).0, &[])?;
         let vectors = Fields(info.get(12..).unwrap_or_default()).u32().unwrap_or(0).min(VECTORS);
         let interrupts = InterruptEvents::new(vectors).map_err(Error::Setup)?;
-        if vectors > 0 {
-            let fds: Vec<_> = interrupts.events().iter().map(AsFd::as_fd).collect();
-            let flags = abi::VFIO_IRQ_SET_DATA_EVENTFD | abi::VFIO_IRQ_SET_ACTION_TRIGGER;
-            socket.ask(Command::SetIrqs, &Body::default().u32(20).u32(flags).u32(kind).u32(0).u32(vectors).0, &fds)?;
+        let flags = abi::VFIO_IRQ_SET_DATA_EVENTFD | abi::VFIO_IRQ_SET_ACTION_TRIGGER;
+        for (first, events) in (0..).step_by(limits.fds).zip(interrupts.events().chunks(limits.fds)) {
+            let fds: Vec<_> = events.iter().map(AsFd::as_fd).collect();
+            let body = Body::default().u32(20).u32(flags).u32(kind).u32(first).u32(fds.len() as u32);
+            socket.ask(Command::SetIrqs, &body.0, &fds)?;
         }
-        // 39 bits as of a small IOMMU, without the first MiB and x86's window of interrupts.
-        let space = Span::inclusive(Iova::new(1 << 20), Iova::new((1 << 39) - 1)).expect("a constant span");
-        let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
-        let window = Span::new(Iova::new(0xfee0_0000), 1 << 20).expect("a constant span");
+        // 39 bits as of a small IOMMU, without the first MiB and x86's window of interrupts, in whole pages.
+        let page = limits.page.bytes();
+        let (first, window) = (page.max(1 << 20), 0xfee0_0000 & !(page - 1));
+        let span = |first, last| Span::inclusive(Iova::new(first), Iova::new(last));
+        let bad = ProtocolError::Capability("pgsizes");
+        let mut iovas = RangeAllocator::new(span(first, (1 << 39) - 1).ok_or(bad)?, limits.page);
+        let window = span(window.max(first), 0xfeef_ffff | (page - 1)).ok_or(bad)?;
         iovas.reserve(window)?;
-        let inner =
-            Inner { socket: Mutex::new(socket), iovas: Mutex::new(RangeCache::new(iovas)), mapped: AtomicU64::new(0) };
+        let inner = Inner {
+            socket: Mutex::new(socket),
+            limits,
+            iovas: Mutex::new(RangeCache::new(iovas)),
+            parts: Mutex::default(),
+            mapped: AtomicU64::new(0),
+        };
         let this = Self { inner: Arc::new(inner), regions, interrupts, decodes: AtomicBool::new(true) };
         this.command(COMMAND_MEMORY | COMMAND_MASTER)?;
         Ok(this)
     }
 
-    /// Writes the first byte of the command register, if the device has one.
+    /// Writes the command register, if the device has one: whole, as libvfio-user reads it.
     fn command(&self, bits: u8) -> Result<(), Error> {
-        if self.region_len(CONFIG) <= COMMAND { Ok(()) } else { self.write_region(CONFIG, COMMAND, &[bits]) }
+        if self.region_len(CONFIG) <= COMMAND + 1 { Ok(()) } else { self.write_region(CONFIG, COMMAND, &[bits, 0]) }
     }
 
     /// The length of a region in bytes; 0 for one that the device does not have.
@@ -349,11 +411,11 @@ impl UserBus {
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         self.check_range(region, offset, into.len())?;
         if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, into.len())) {
-            slice.read(into);
+            load(&slice, offset, into);
             return Ok(());
         }
         let mut at = offset;
-        for chunk in into.chunks_mut(MAX_DATA) {
+        for chunk in into.chunks_mut(self.inner.limits.data) {
             let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32);
             let answer = self.inner.ask(Command::RegionRead, body, &[])?;
             let data = answer.get(16..).filter(|data| data.len() == chunk.len());
@@ -374,7 +436,7 @@ impl UserBus {
             return Ok(());
         }
         let mut at = offset;
-        for chunk in from.chunks(MAX_DATA) {
+        for chunk in from.chunks(self.inner.limits.data) {
             let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32).bytes(chunk);
             self.inner.ask(Command::RegionWrite, body, &[])?;
             at += chunk.len() as u64;
@@ -395,16 +457,30 @@ impl UserBus {
     }
 }
 
-/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read
+/// Reads bytes at an offset of a region, aligned words of 32 and 64 bits in one access each, since the device may write
 /// them at any time.
-fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
-    match from.as_chunks::<8>() {
-        (words, []) if offset.is_multiple_of(8) => {
-            for (i, word) in words.iter().enumerate() {
-                slice.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the slice");
-            }
+fn load(slice: &VolatileSlice<'_>, offset: u64, into: &mut [u8]) {
+    for word in dma::aligned_words(offset as usize, into.len()) {
+        let (at, into) = (word.start, &mut into[word]);
+        match into.len() {
+            8 => slice.load_u64(at).map(|word| into.copy_from_slice(&word.to_le_bytes())),
+            4 => slice.load_u32(at).map(|word| into.copy_from_slice(&word.to_le_bytes())),
+            len => slice.sub(at, len).map(|slice| slice.read(into)),
         }
-        _ => slice.write(from),
+        .expect("an aligned word within the slice");
+    }
+}
+
+/// Writes bytes at an offset of a region, as [`load`] reads them.
+fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
+    for word in dma::aligned_words(offset as usize, from.len()) {
+        let at = word.start;
+        match from[word] {
+            [a, b, c, d, e, f, g, h] => slice.store_u64(at, u64::from_le_bytes([a, b, c, d, e, f, g, h])),
+            [a, b, c, d] => slice.store_u32(at, u32::from_le_bytes([a, b, c, d])),
+            ref bytes => slice.sub(at, bytes.len()).map(|slice| slice.write(bytes)),
+        }
+        .expect("an aligned word within the slice");
     }
 }
 
@@ -423,7 +499,7 @@ fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
 
 impl Registrar for UserBus {
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
-        buffer.check_pages(&range, 4096)?;
+        buffer.check_pages(&range, self.inner.limits.page.bytes() as usize)?;
         Ok(Pinned::new(buffer.clone(), range, None, self.inner.clone()))
     }
 
@@ -436,22 +512,26 @@ impl Registrar for UserBus {
         }
         let len = Pinned::admit_all(&mut list, &self.inner, access)?;
         let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+        let align = align.max(self.inner.limits.page);
         let lease = lock(&self.inner.iovas).allocate(len, align)?;
         let span = lease.span();
+        let parts: Vec<_> = list.iter().map(|pinned| pinned.range().len() as u64).collect();
         let mut done = 0;
-        for pinned in &list {
-            let n = pinned.range().len() as u64;
-            let part = span.sub(done, n).expect("the lengths add up to the span's");
+        for (i, pinned) in list.iter().enumerate() {
+            let part = span.sub(done, parts[i]).expect("the lengths add up to the span's");
             if let Err(e) = self.inner.dma_map(pinned, part, access) {
                 // A request that was not answered may have mapped the part.
-                let mapped = if matches!(e, Error::Refused { .. } | Error::NotMemfd) { done } else { done + n };
-                match span.sub(0, mapped).is_none_or(|mapped| self.inner.try_unmap(mapped)) {
+                let mapped = if matches!(e, Error::Refused { .. } | Error::NotMemfd) { i } else { i + 1 };
+                match self.inner.try_unmap_parts(span, &parts[..mapped]) {
                     true => lock(&self.inner.iovas).free(lease),
                     false => list.iter_mut().for_each(Pinned::leak),
                 }
                 return Err(e.into());
             }
-            done += n;
+            done += parts[i];
+        }
+        if parts.len() > 1 {
+            lock(&self.inner.parts).insert(span.first(), parts);
         }
         self.inner.mapped.fetch_add(len, Ordering::Relaxed);
         Ok(Mapping::new(list, lease, access))
@@ -461,9 +541,9 @@ impl Registrar for UserBus {
         mapping.pinned().is_from(&self.inner)
     }
 
-    /// Memfds without reserved huge pages: another process has to map them.
+    /// Memfds without reserved huge pages, of whole pages of DMA mappings: another process has to map them.
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
-        Arc::new(MemfdHeap::importable(best))
+        Arc::new(MemfdHeap::importable(best).in_multiples_of(self.inner.limits.page.bytes() as usize))
     }
 }
 
@@ -487,6 +567,10 @@ impl Mmio for UserBus {
         (bar < 6).then_some(()).ok_or(no_register(bar, offset, bytes.len()))?;
         self.write_region(bar.into(), offset, bytes)
             .map_err(|e| register_error(e, no_register(bar, offset, bytes.len())))
+    }
+
+    fn is_gone(&self) -> bool {
+        lock(&self.inner.socket).gone
     }
 
     fn wait(&self, timeout: Duration) -> bool {

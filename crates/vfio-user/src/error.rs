@@ -78,6 +78,10 @@ pub enum ProtocolError {
     /// Its version is not 0.x.
     #[error("speaks another version than 0.x")]
     Version,
+    /// A capability of its version message is no number, or too small to drive a device, or the data of that message is
+    /// no JSON.
+    #[error("announced a bad {0} with its version")]
+    Capability(&'static str),
     /// The device is not a PCI device.
     #[error("serves a device that is not a PCI device")]
     NotPci,

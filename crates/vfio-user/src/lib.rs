@@ -3,7 +3,7 @@
 //! The messages are those of QEMU's specification (docs/interop/vfio-user.rst), version 0.1. [`serve`] is the device's
 //! side: a [`ServedDevice`] implements the registers, and [`ClientMemory`] is the memory that the client has mapped for
 //! it. [`UserBus`] is the client's side, an [`Mmio`](dmalane_dma::Mmio): a driver runs on it as on a device of the
-//! kernel's.
+//! kernel's. It keeps to the limits that the other side announces: descriptors and bytes of a message, page sizes.
 //!
 //! A device with a BAR of one register, and a driver that uses it:
 //!
@@ -61,6 +61,8 @@ mod error;
 pub mod fuzzing;
 mod memory;
 mod server;
+#[cfg(test)]
+mod strict;
 mod wire;
 
 pub use client::UserBus;

@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 
 use dmalane_addr::{PageSize, PageSizes};
+use dmalane_dma::aligned_words;
 use rustix::io::Errno;
 
 use crate::error::RegionError;
@@ -181,55 +182,41 @@ impl BarMap {
         self.access(RegionError::NoWord, |memory| memory.store(usize::try_from(offset).ok()?, value))
     }
 
-    /// Reads bytes, aligned words of 64 bits in one access each.
+    /// Reads bytes, in the widest aligned accesses of 8, 4, 2 and 1 bytes: an aligned register in one.
     ///
     /// # Errors
     /// [`Error::Region`], and nothing is read, when the range is out of bounds or the device does not respond.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         self.access(RegionError::OutOfRange, |memory| {
             let at = self.checked_offset(offset, into.len())?;
-            let mut done = 0;
-            while done < into.len() {
-                let n = match into.len() - done {
-                    8.. if (at + done).is_multiple_of(8) => {
-                        into[done..done + 8].copy_from_slice(&memory.load::<u64>(at + done)?.to_ne_bytes());
-                        8
-                    }
-                    _ => {
-                        into[done] = memory.load(at + done)?;
-                        1
-                    }
-                };
-                done += n;
+            for word in aligned_words(at, into.len()) {
+                let (at, into) = (at + word.start, &mut into[word]);
+                match into.len() {
+                    8 => into.copy_from_slice(&memory.load::<u64>(at)?.to_ne_bytes()),
+                    4 => into.copy_from_slice(&memory.load::<u32>(at)?.to_ne_bytes()),
+                    2 => into.copy_from_slice(&memory.load::<u16>(at)?.to_ne_bytes()),
+                    _ => into[0] = memory.load(at)?,
+                }
             }
             Some(())
         })
     }
 
-    /// Writes bytes in order, aligned words in one access each.
+    /// Writes bytes in order, in accesses as [`BarMap::read`].
     ///
     /// # Errors
     /// [`Error::Region`], and nothing is written, when the range is out of bounds or the device does not respond.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), Error> {
         self.access(RegionError::OutOfRange, |memory| {
             let at = self.checked_offset(offset, from.len())?;
-            let mut done = 0;
-            while done < from.len() {
-                let (at, rest) = (at + done, &from[done..]);
-                done += match rest {
-                    [a, b, c, d, e, f, g, h, ..] if at.is_multiple_of(8) => {
-                        memory.store(at, u64::from_ne_bytes([*a, *b, *c, *d, *e, *f, *g, *h]))?;
-                        8
-                    }
-                    [a, b, c, d, ..] if at.is_multiple_of(4) => {
-                        memory.store(at, u32::from_ne_bytes([*a, *b, *c, *d]))?;
-                        4
-                    }
-                    _ => {
-                        memory.store(at, rest[0])?;
-                        1
-                    }
-                };
+            for word in aligned_words(at, from.len()) {
+                let at = at + word.start;
+                match from[word] {
+                    [a, b, c, d, e, f, g, h] => memory.store(at, u64::from_ne_bytes([a, b, c, d, e, f, g, h]))?,
+                    [a, b, c, d] => memory.store(at, u32::from_ne_bytes([a, b, c, d]))?,
+                    [a, b] => memory.store(at, u16::from_ne_bytes([a, b]))?,
+                    ref byte => memory.store(at, *byte.first()?)?,
+                }
             }
             Some(())
         })
@@ -376,6 +363,25 @@ mod tests {
             bar.read(at, &mut read).unwrap();
             assert_eq!(read, bytes, "{at} {len}");
         }
+        // A register that changes is read and written in one access.
+        let whole = |bytes: &[u8]| bytes.iter().all(|byte| *byte == bytes[0]);
+        std::thread::scope(|s| {
+            let writer = s.spawn(|| {
+                for i in 0..300_000_u32 {
+                    let bytes = [i as u8; 8];
+                    bar.write(16, &bytes).unwrap();
+                    bar.write(28, &bytes[..4]).unwrap();
+                    bar.write(34, &bytes[..2]).unwrap();
+                }
+            });
+            while !writer.is_finished() {
+                for (at, len) in [(16, 8), (16, 4), (28, 4), (34, 2)] {
+                    let mut bytes = [0; 8];
+                    bar.read(at, &mut bytes[..len]).unwrap();
+                    assert!(whole(&bytes[..len]), "{len} bytes at {at}: {bytes:?}");
+                }
+            }
+        });
         let reason = |result: Result<(), Error>| match result {
             Err(Error::Region { reason, .. }) => reason,
             other => panic!("{other:?}"),

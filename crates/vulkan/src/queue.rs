@@ -25,6 +25,8 @@ use crate::sparse::SparseMap;
 const CAPACITY: usize = 1024;
 /// Bytes of one operation.
 pub(crate) const MAX_LEN: u64 = 1 << 40;
+/// Bytes of one region of a copy, and of one fill. Some drivers count them in 31 bits (lavapipe 22.3).
+const MAX_REGION: u64 = 1 << 30;
 /// Most bytes and operations of a submission, so that the first of many end early.
 const BATCH_BYTES: u64 = 16 << 20;
 const BATCH: usize = 512;
@@ -95,18 +97,32 @@ impl Regions {
     fn push(&mut self, from: &Arc<Buffer>, to: &Arc<Buffer>, region: vk::BufferCopy) {
         let same = |(f, t, _): &(Arc<Buffer>, Arc<Buffer>, _)| Arc::ptr_eq(f, from) && Arc::ptr_eq(t, to);
         match self.0.iter_mut().rev().find(|group| same(group)) {
-            None => self.0.push((from.clone(), to.clone(), vec![region])),
-            Some((_, _, regions)) => match regions.last_mut() {
-                // A region that continues the last one is merged into it.
-                Some(last)
-                    if last.src_offset + last.size == region.src_offset
-                        && last.dst_offset + last.size == region.dst_offset =>
-                {
-                    last.size += region.size;
-                }
-                _ => regions.push(region),
-            },
+            None => {
+                let mut regions = Vec::new();
+                append(&mut regions, region);
+                self.0.push((from.clone(), to.clone(), regions));
+            }
+            Some((_, _, regions)) => append(regions, region),
         }
+    }
+}
+
+/// Appends a region to a list. One that continues the last is merged into it; none becomes longer than [`MAX_REGION`].
+fn append(regions: &mut Vec<vk::BufferCopy>, mut region: vk::BufferCopy) {
+    while region.size > 0 {
+        let continued = regions.last_mut().filter(|last| {
+            last.size < MAX_REGION
+                && last.src_offset + last.size == region.src_offset
+                && last.dst_offset + last.size == region.dst_offset
+        });
+        let len = region.size.min(MAX_REGION - continued.as_ref().map_or(0, |last| last.size));
+        match continued {
+            Some(last) => last.size += len,
+            None => regions.push(vk::BufferCopy { size: len, ..region }),
+        }
+        region.src_offset += len;
+        region.dst_offset += len;
+        region.size -= len;
     }
 }
 
@@ -225,7 +241,10 @@ impl Writer<'_> {
         };
         self.order(None, (Side::Card, to.address + head, to.address + head + middle));
         self.keep_behind(to);
-        self.channel.fill(self.recording, &to.buffer, to.offset + head, middle, word as u32);
+        for at in (0..middle).step_by(MAX_REGION as usize) {
+            let len = (middle - at).min(MAX_REGION);
+            self.channel.fill(self.recording, &to.buffer, to.offset + head + at, len, word as u32);
+        }
         for (at, len) in [(0, head), (head + middle, to.len - head - middle)] {
             if len > 0 {
                 self.fill_by_copies(&part(at, len), pattern, phase + at);
@@ -595,7 +614,7 @@ impl Queue for GpuQueue {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: CAPACITY, max_len: MAX_LEN }
+        Limits { capacity: CAPACITY, max_len: MAX_LEN, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -664,5 +683,39 @@ impl Queue for GpuQueue {
 impl std::fmt::Debug for GpuQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "GpuQueue({} in flight)", self.in_flight())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regions_are_merged_up_to_a_limit() {
+        const GIB: u64 = 1 << 30;
+        let region = |src_offset, dst_offset, size| vk::BufferCopy { src_offset, dst_offset, size };
+        let list = |all: &[(u64, u64, u64)]| {
+            let mut regions = Vec::new();
+            all.iter().for_each(|(from, to, len)| append(&mut regions, region(*from, *to, *len)));
+            regions.iter().map(|r| (r.src_offset, r.dst_offset, r.size)).collect::<Vec<_>>()
+        };
+        assert_eq!(list(&[(0, 100, 8), (8, 108, 8), (16, 117, 8)]), [(0, 100, 16), (16, 117, 8)]);
+        // One copy, and many that merge, of 2^31 bytes and more.
+        for len in [GIB, 2 * GIB - 1, 2 * GIB, 4 * GIB, 4 * GIB + 1, 9 * GIB + 5] {
+            let parts = |part: u64| {
+                let all: Vec<_> = (0..len).step_by(part as usize).map(|at| (7 + at, at, part.min(len - at))).collect();
+                list(&all)
+            };
+            let whole = list(&[(7, 0, len)]);
+            for part in [len, GIB, GIB / 2 + 3, 64 << 20] {
+                assert_eq!(parts(part), whole, "{len} bytes in parts of {part}");
+            }
+            let mut end = 0;
+            for (from, to, size) in &whole {
+                assert!(*size <= GIB && (*from, *to) == (7 + end, end));
+                end += size;
+            }
+            assert_eq!((end, whole.len() as u64), (len, len.div_ceil(GIB)));
+        }
     }
 }

@@ -20,7 +20,7 @@ use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, TestedDevice, ValidateError, ValidateEvent,
     ValidateReport, ValidateSettings, run_into as measure,
 };
-use dmalane::{DeviceSpec, OpenOptions};
+use dmalane::{DeviceSpec, OpenOptions, is_lost};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
@@ -380,6 +380,7 @@ impl Validate {
                     .to_owned()
             }
             E::HoldsData(_) => "--overwrite measures it all the same; the data are lost".to_owned(),
+            E::Memory(e) if is_lost(e) => return None,
             E::Memory(_) | E::NoMemoryFor { .. } => {
                 "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
             }

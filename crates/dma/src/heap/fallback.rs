@@ -38,12 +38,14 @@ struct FallbackChain {
     /// The kernel's switch for transparent huge pages in this kind of memory.
     switch: &'static str,
     node: Option<u32>,
+    /// Buffers have a multiple of these bytes.
+    multiple: usize,
     counters: Arc<Counters>,
 }
 
 impl FallbackChain {
     fn new(best: PageKind, switch: &'static str) -> Self {
-        Self { best, switch, node: None, counters: Arc::default() }
+        Self { best, switch, node: None, multiple: page(), counters: Arc::default() }
     }
 
     /// Maps memory with the best page kind that works. `populate`: a kind counts as failed when its pages cannot be
@@ -55,7 +57,8 @@ impl FallbackChain {
         kind: &'static str,
         map: Map<'_>,
     ) -> Result<(Region, PageBacking), Error> {
-        let base = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let base =
+            len.checked_next_multiple_of(self.multiple).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let mut passed_over = Vec::new();
         let huge_kinds = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent];
         for candidate in huge_kinds.into_iter().skip_while(|candidate| *candidate != self.best) {
@@ -182,6 +185,13 @@ impl<const SHARED: bool> PageHeap<SHARED> {
     #[must_use]
     pub fn bound_to(mut self, node: Option<u32>) -> Self {
         self.0.node = node;
+        self
+    }
+
+    /// Buffers are multiples of `bytes`, a power of two, if that is more than a page of the kernel.
+    #[must_use]
+    pub fn in_multiples_of(mut self, bytes: usize) -> Self {
+        self.0.multiple = bytes.max(page());
         self
     }
 

@@ -5,13 +5,12 @@
 //! (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
 
 use std::collections::VecDeque;
-use std::process;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 use super::{Heap, HeapCapabilities, Reserved};
 use crate::account::{Account, Counters};
 use crate::sys::{HUGE, Home, Recycle, Region, page};
-use crate::{Error, HeapStats, PageBacking, PageKind};
+use crate::{Error, HeapStats, PageBacking, PageKind, process_id};
 
 /// Smallest buffer that is cut out of a huge page. Smaller reads go through the page cache.
 const SLAB_FROM: usize = 64 << 10;
@@ -61,7 +60,7 @@ struct Cached {
 impl Pool {
     /// A pool that caches at most `limit` bytes of buffers from `heap`.
     pub fn new(heap: impl Heap + 'static, limit: usize) -> Self {
-        let (process, counters, cached) = (process::id(), Arc::default(), Mutex::default());
+        let (process, counters, cached) = (process_id(), Arc::default(), Mutex::default());
         Self(Arc::new(Shelf { heap: Box::new(heap), limit, process, counters, cached }))
     }
 
@@ -84,7 +83,7 @@ impl Shelf {
 
     /// The cache; in a child of `fork` only where no thread of the parent had its lock, which nobody would release.
     fn usable(&self) -> Option<MutexGuard<'_, Cached>> {
-        if process::id() == self.process {
+        if process_id() == self.process {
             return Some(self.cached());
         }
         match self.cached.try_lock() {

@@ -179,7 +179,7 @@ impl Queue for FileDeviceQueue {
 
     /// Any length, since operations are cut.
     fn limits(&self) -> Limits {
-        Limits { capacity: self.device.options.depth, max_len: i64::MAX as u64 }
+        Limits { capacity: self.device.options.depth, max_len: i64::MAX as u64, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -82,7 +82,7 @@ impl Queue for Script {
     type Addr = FileOffset;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: self.capacity, max_len: u64::MAX }
+        Limits { capacity: self.capacity, max_len: u64::MAX, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

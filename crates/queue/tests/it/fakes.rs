@@ -119,7 +119,7 @@ impl Queue for Device {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: self.capacity, max_len: 1 << 16 }
+        Limits { capacity: self.capacity, max_len: 1 << 16, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

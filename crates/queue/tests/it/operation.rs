@@ -116,7 +116,7 @@ fn a_shape_reaches_to_the_end_of_its_last_row() {
 
 #[test]
 fn what_a_queue_cannot_do_is_refused_by_name() {
-    let limits = Limits { capacity: 1, max_len: 64 };
+    let limits = Limits { capacity: 1, max_len: 64, max_parts: usize::MAX };
     let needs = [
         (Operation::read(slice(64), at(0)), Capabilities::TO_HOST),
         (Operation::write(slice(64), at(0)), Capabilities::FROM_HOST),
@@ -142,6 +142,63 @@ fn what_a_queue_cannot_do_is_refused_by_name() {
     assert_eq!(long, Err(Refusal::TooLong { len: 65, max: 64 }));
     let empty = Operation::read(slice(0), at(0)).admit(Capabilities::all(), limits);
     assert_eq!(empty, Err(Refusal::Empty));
+}
+
+#[test]
+fn lists_of_too_many_parts_are_refused() {
+    let list = |host: &[usize], device: &[u64]| {
+        let device =
+            device.iter().scan(0, |end, len| Some((at(std::mem::replace(end, *end + 2 * len)), *len))).collect();
+        Operation::gather(Direction::ToHost, host.iter().map(|len| slice(*len).into()).collect(), device)
+    };
+    for (host, device, parts) in [
+        (&[64][..], &[64][..], 1),
+        (&[30, 34], &[64], 2),
+        (&[64], &[1, 2, 61], 3),
+        (&[10, 20, 34], &[10, 54], 3),
+        (&[10, 20, 34], &[11, 20, 33], 5),
+    ] {
+        let operation = list(host, device);
+        let admit = |max_parts| operation.admit(Capabilities::all(), Limits { capacity: 1, max_len: 64, max_parts });
+        assert_eq!(admit(parts), Ok(()), "{host:?} {device:?}");
+        assert_eq!(admit(parts - 1), Err(Refusal::TooManyParts { parts, max: parts - 1 }), "{host:?} {device:?}");
+    }
+}
+
+/// Compared with sets of the bytes of both sides; of rows with different pitches, of all from the first to the last.
+#[test]
+fn copies_within_the_device_do_not_overlap() {
+    let bytes = |from: u64, shape: &Shape, pitch: u64, all: bool| -> std::collections::BTreeSet<u64> {
+        let rows = (0..u64::from(shape.rows)).flat_map(|r| (0..shape.row).map(move |i| from + r * pitch + i));
+        match all {
+            true => (from..from + shape.extent(pitch).unwrap()).collect(),
+            false => rows.collect(),
+        }
+    };
+    let refused = |operation: Operation| match operation.check() {
+        Ok(()) => false,
+        Err(Refusal::Overlap) => true,
+        Err(other) => panic!("{other}"),
+    };
+    for (from, len) in (0..40).flat_map(|from| (1..24).map(move |len| (from, len))) {
+        assert_eq!(refused(Operation::within(at(from), at(20), len)), from.abs_diff(20) < len, "{from} {len}");
+    }
+    for (row, rows) in (1..5).flat_map(|row| (1..4).map(move |rows| (row, rows))) {
+        for (host, device) in (0..9).flat_map(|host| (0..9).map(move |device| (host, device))) {
+            let shape = shape(row, rows, host, device);
+            for from in 0..60 {
+                let all = host != device;
+                let both = bytes(from, &shape, host, all).intersection(&bytes(30, &shape, device, all)).count();
+                let operation = Operation::within(at(from), at(30), shape.bytes().unwrap()).shaped(shape);
+                assert_eq!(refused(operation), both > 0, "{from} {shape:?}");
+            }
+        }
+    }
+    // Of different spaces nothing is known.
+    let va = |at| DeviceAddr::Va(DeviceVa::new(at));
+    assert!(!refused(Operation::within(at(0), va(0), 8)) && refused(Operation::within(va(0), va(7), 8)));
+    let last = u64::MAX - 7;
+    assert!(!refused(Operation::within(at(0), at(last), 8)) && refused(Operation::within(at(last), at(last), 8)));
 }
 
 #[test]

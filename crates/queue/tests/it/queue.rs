@@ -21,7 +21,7 @@ impl Queue for Plain {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: 2, max_len: 100 }
+        Limits { capacity: 2, max_len: 100, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -105,7 +105,7 @@ fn operations_that_are_not_copies_go_whole_to_the_queue_with_the_fewest() {
     ended.sort_by_key(|(ticket, ..)| *ticket);
     assert_eq!(ended, tickets.iter().map(|ticket| (*ticket, Ok(()), 64)).collect::<Vec<_>>());
     assert_eq!(split.in_flight(), 0);
-    assert_eq!(both(3, None).0.limits(), Limits { capacity: 6, max_len: 1 << 16 });
+    assert_eq!(both(3, None).0.limits(), Limits { capacity: 6, max_len: 1 << 16, max_parts: usize::MAX });
     let splits = Split::new(vec![both(1, None).0, both(1, None).0], Box::<Cut>::default());
     assert!(splits.capabilities().contains(Capabilities::FENCE), "as those it is made of");
     // A policy that leaves one queue alone is obeyed.

@@ -279,7 +279,7 @@ fn a_list_takes_a_place_for_each_fragment() {
         let device = (0..fragments).map(|i| (at(8192 * i), len(i))).collect();
         Operation::gather(Direction::FromHost, vec![(buf.into_slice(), via).into()], device)
     };
-    assert_eq!(channel.submit(list(5)).unwrap_err().reason, Refusal::TooLong { len: 5, max: 4 });
+    assert_eq!(channel.submit(list(5)).unwrap_err().reason, Refusal::TooManyParts { parts: 5, max: 4 });
     for fragments in [2, 4] {
         let _ticket = channel.submit(list(fragments)).unwrap();
         assert_eq!(channel.room() as u64, 4 - fragments);

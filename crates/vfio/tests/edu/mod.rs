@@ -280,7 +280,7 @@ impl Queue for EduQueue {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
-        Limits { capacity: DEPTH, max_len: MAX_LEN }
+        Limits { capacity: DEPTH, max_len: MAX_LEN, max_parts: usize::MAX }
     }
 
     fn capabilities(&self) -> Capabilities {
