@@ -552,13 +552,22 @@ fn idle_connections_time_out() {
         assert!(begun.elapsed() < LONG);
     };
     assert!(ended_after >= open_timeout, "{ended_after:?}");
+    // Nor those without a pause: the next one is there before the last one is answered.
+    let begun = Instant::now();
+    let flood = Raw::greeted(&daemon.path);
+    let ask = || flood.send(&ClientRequest::Status { first: 0 }.encode(1), &[]).is_ok();
+    let asked = (0..8).all(|_| ask());
+    while asked && flood.receive().is_some() && ask() {
+        assert!(begun.elapsed() < LONG);
+    }
+    assert!(begun.elapsed() >= open_timeout);
     let mut late = Raw::greeted(&daemon.path);
     assert_eq!(late.open(2 << 20, 4 << 20, 1).0.code(), None);
     std::thread::sleep(open_timeout + hello_timeout);
     assert_eq!(late.read(0), dmalane_card::regs::ID_VALUE, "a client with a function stays");
     bystander.check();
     asking.seqno = 0;
-    drop((silent, asking, late));
+    drop((silent, asking, flood, late));
     end(daemon, bystander, before);
     // Who has not greeted gets no longer where the time to open a function is long.
     let daemon = Daemon::start(Config { hello_timeout, open_timeout: Duration::from_secs(3600), ..Config::default() });
