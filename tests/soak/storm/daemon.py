@@ -8,8 +8,8 @@ import time
 
 from . import machine
 
-# KiB that a process, and the control group, may have more than before the first client: what is allocated once, and what
-# the kernel charges in advance for each processor. Memory that is shared is the table of all processes.
+# KiB that a process, and the control group, may have more than before the first client: what is allocated once, and
+# what the kernel charges in advance for each processor. Memory that is shared is the table of all processes.
 MORE = 2 << 10
 MORE_IN_GROUP = (4 << 10) + 512 * (os.cpu_count() or 1)
 SHARED = 1 << 10
@@ -128,8 +128,11 @@ class Daemon:
             return f"its control group has {in_group} KiB, and had {self.group_before}"
         if self.group and self.group.killed():
             return f"the kernel has killed {self.group.killed()} of its processes for lack of memory"
-        strangers = set(self.group.processes()) - {pid for pids in processes.values() for pid in pids} if self.group else 0
-        return f"processes that are nobody's are in its control group: {strangers}" if strangers else None
+        if self.group:
+            strangers = set(self.group.processes()) - {pid for pids in processes.values() for pid in pids}
+            if strangers:
+                return f"processes that are nobody's are in its control group: {strangers}"
+        return None
 
     def figures(self):
         """KiB, to see how they grow."""
