@@ -297,9 +297,17 @@ fn requests_that_must_be_refused() {
     assert_eq!(raw.open(0, 0, 0).0.code(), None);
     assert_eq!(raw.open(0, 0, 0).0.code(), Some(Code::Busy));
     // Wrong sizes and offsets.
-    for (offset, len) in
-        [(0, 0), (1, 4096), (0, 4097), (0, 20 << 10), (16 << 10, 4096), (u64::MAX - 4095, 4096), (4096, u64::MAX)]
-    {
+    for (offset, len) in [
+        (0, 0),
+        (1, 4096),
+        (0, 4097),
+        (2048, 4096),
+        (0, 6144),
+        (0, 20 << 10),
+        (16 << 10, 4096),
+        (u64::MAX - 4095, 4096),
+        (4096, u64::MAX),
+    ] {
         let said = raw.map(3, &[segment(0, offset, len)], &[fd]);
         assert_eq!(said.code(), Some(Code::Malformed), "{offset} {len}");
     }

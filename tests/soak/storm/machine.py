@@ -10,10 +10,22 @@ USERS = [64001, 64002]
 
 def children(pid):
     """Processes that this one has started and that have not ended."""
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
     try:
-        return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(child) for child in children.read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
-        return []
+        if not children.parent.exists():
+            return []
+    # A kernel without that list.
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid and fields[0] not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
 
 
 def identity(pid):
