@@ -567,7 +567,7 @@ fn idle_connections_time_out() {
     let begun = Instant::now();
     let flood = Raw::greeted(&daemon.path);
     let ask = || flood.send(&ClientRequest::Status { first: 0 }.encode(1), &[]).is_ok();
-    let asked = (0..8).all(|_| ask());
+    let asked = (0..64).all(|_| ask());
     while asked && flood.receive().is_some() && ask() {
         assert!(begun.elapsed() < LONG);
     }
