@@ -406,7 +406,8 @@ int32_t dml_target_load_model(dml_target target, dml_model model, const char *pl
  * `name` may be null. -ENOENT behind the last. */
 int32_t dml_load_tensor(dml_load load, uint64_t index, struct dml_tensor *tensor, char *name, size_t size);
 int32_t dml_load_find(dml_load load, const char *name, struct dml_tensor *tensor);
-/* Unbinds and frees all of it. -EBUSY while completions have not been polled. */
+/* Unbinds and frees all of it. -EBUSY while completions have not been polled. The load is gone, too, after -EIO: the
+ * device is lost, and cannot be told. */
 int32_t dml_load_destroy(dml_load load);
 
 #ifdef __cplusplus

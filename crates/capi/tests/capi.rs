@@ -39,24 +39,27 @@ fn newest(folder: &Path, begins: &str, ends: &str) -> Option<PathBuf> {
     fits.max_by_key(|f| f.metadata().and_then(|m| m.modified()).unwrap()).map(|f| f.path())
 }
 
-/// Compiles a program, with what `CFLAGS` says too: a sanitizer that the libraries have is one that it needs.
+/// The words of a variable of the environment.
+fn words(variable: &str) -> Vec<String> {
+    std::env::var(variable).unwrap_or_default().split_whitespace().map(str::to_owned).collect()
+}
+
+/// Compiles a program with `CFLAGS` and links it with `LDFLAGS`: a sanitizer that the libraries have is one that it
+/// needs, and its runtime is that of one compiler, of this or of the libraries.
 fn compile(compiler: &str, source: &str, name: &str, arguments: &[&str], library: &Path) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let compiled = Command::new(compiler)
-        .args(arguments)
-        .args(std::env::var("CFLAGS").unwrap_or_default().split_whitespace())
-        .args(["-Wall", "-Wextra", "-Werror", "-g", "-I"])
-        .arg(here.join("include"))
-        .arg(here.join(source))
-        .arg("-o")
-        .arg(&program)
-        .arg(library)
-        .args(["-lpthread", "-ldl", "-lm"])
-        .arg(format!("-Wl,-rpath,{}", library.parent().unwrap().display()))
-        .output()
-        .unwrap();
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let object = program.with_extension("o");
+    let run = |command: &mut Command| {
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    let mut compiled = Command::new(compiler);
+    compiled.args(arguments).args(words("CFLAGS")).args(["-Wall", "-Wextra", "-Werror", "-g", "-c", "-I"]);
+    run(compiled.arg(here.join("include")).arg(here.join(source)).arg("-o").arg(&object));
+    let mut linked = Command::new(compiler);
+    linked.arg(&object).arg("-o").arg(&program).arg(library).args(words("LDFLAGS")).args(["-lpthread", "-ldl", "-lm"]);
+    run(linked.arg(format!("-Wl,-rpath,{}", library.parent().unwrap().display())));
     program
 }
 

@@ -341,10 +341,12 @@ mod tests {
         let table = Table::new().unwrap();
         let row = ClientStatus { client: 1, ..ClientStatus::new_zeroed() };
         let seat = table.sit(1, row, 0).unwrap();
+        table.take_turn(seat);
         thread::scope(|scope| {
             // A robust mutex is unlocked for a thread that ends, as for a process.
             scope.spawn(|| std::mem::forget(table.lock()));
         });
+        assert_eq!(table.lock().turns.holder(), None, "whatever was changed is chosen anew");
         table.take_turn(seat);
         assert_eq!(table.lock().turns.holder(), Some(seat));
     }
@@ -362,7 +364,12 @@ mod tests {
             table.end_turn(0, true);
         });
         assert_eq!(table.lock().turns.holder(), Some(1));
+        // A seat is free again, and who takes it has nothing of the client before.
+        table.missed(1).store(1, Ordering::Relaxed);
+        table.lock().seats[1].taken = [7; 3];
         table.stand(1);
-        assert_eq!(table.sit(2, row(3), 0), Some(1), "a seat is free again");
+        assert_eq!(table.lock().seats[1].taken, [0; 3]);
+        assert_eq!(table.sit(2, row(3), 0), Some(1));
+        assert_eq!((table.missed(1).load(Ordering::Relaxed), table.lock().seats[1].taken), (0, [0; 3]));
     }
 }

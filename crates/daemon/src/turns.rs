@@ -212,7 +212,7 @@ impl Turns {
                 // It has not got a processor yet, and has its rounds later.
                 let share = self.share_of(holder);
                 share.deficit = (share.deficit + QUANTUM).min(MAX_CREDIT);
-                self.cursor = self.cursor.wrapping_add(1);
+                return self.next_round(now, false);
             }
         }
         self.choose(now, false);
@@ -318,18 +318,29 @@ impl Turns {
 
     /// Chooses who is next. `worked`: a step was done since the last choice.
     fn choose(&mut self, now: u64, worked: bool) {
+        // What is left of a round is spent first.
+        let cursor = self.cursor as usize;
+        if cursor < self.ends[0] as usize && self.shares[cursor].wanting > 0 && self.shares[cursor].deficit > 0 {
+            self.holder = 0;
+            #[cfg(test)]
+            if self.paused != 0 {
+                return;
+            }
+            self.chosen = now;
+            return self.give(cursor, now);
+        }
+        self.next_round(now, worked);
+    }
+
+    /// As [`Turns::choose`], of those after the user whose round it is.
+    fn next_round(&mut self, now: u64, worked: bool) {
         self.holder = 0;
         #[cfg(test)]
         if self.paused != 0 {
             return;
         }
         let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
-        let used = self.ends[0] as usize;
-        // What is left of a round is spent first.
-        let cursor = self.cursor as usize;
-        if cursor < used && self.shares[cursor].wanting > 0 && self.shares[cursor].deficit > 0 {
-            return self.give(cursor, now);
-        }
+        let (cursor, used) = (self.cursor as usize, self.ends[0] as usize);
         for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
             let allowance = if !worked && self.in_gap(index) { passed } else { QUANTUM };
             let share = &mut self.shares[index];
@@ -618,6 +629,38 @@ mod tests {
     }
 
     #[test]
+    fn a_client_that_had_no_work_is_served_as_others_of_its_user_from_then_on() {
+        let mut game = Game::of(&[1, 1]);
+        game.want(&[0]);
+        for _ in 0..100 {
+            game.step(|_| (1 << 20, 100 * US));
+        }
+        let before = game.served;
+        game.want(&[1]);
+        for _ in 0..100 {
+            game.step(|_| (1 << 20, 100 * US));
+        }
+        let [first, second] = [0, 1].map(|seat| game.served[seat] - before[seat]);
+        assert!(first.abs_diff(second) <= QUANTUM as u64, "{first} {second}");
+    }
+
+    #[test]
+    fn who_gets_no_processor_has_some_rounds_later_and_no_more() {
+        let mut game = Game::of(&[1, 2]);
+        game.want(&[0, 1]);
+        for round in 0..100 {
+            // The turns of both end, and nobody takes one: their processes are stopped.
+            assert_eq!(game.turns.holder(), Some(round % 2));
+            game.now += STUCK + 1;
+            game.turns.taken = 0;
+            game.turns.look(game.now);
+        }
+        for seat in [0, 1] {
+            assert!((2 * QUANTUM..=MAX_CREDIT).contains(&game.deficit(seat)), "{}", game.deficit(seat));
+        }
+    }
+
+    #[test]
     fn counts_are_mended() {
         let mut game = Game::of(&[1, 1, 2]);
         game.want(&[0, 2]);
@@ -627,6 +670,7 @@ mod tests {
         game.turns.mend();
         let counts: Vec<_> = game.turns.shares[..3].iter().map(|share| (share.clients, share.wanting)).collect();
         assert_eq!(counts, [(2, 1), (1, 1), (0, 0)]);
+        assert_eq!(game.turns.holder(), None);
         game.turns.look(game.now);
         assert!(game.turns.holder().is_some());
     }

@@ -249,3 +249,25 @@ impl StepClock {
 fn waits() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step that waits in the kernel costs the time that it takes; processor time is paid in any case.
+    #[test]
+    fn who_waits_in_the_kernel_pays_for_it() {
+        const TIME: Duration = Duration::from_millis(20);
+        let nanoseconds = TIME.as_nanos() as u64;
+        let mut clock = StepClock::new();
+        thread::sleep(TIME);
+        let step = clock.ended(7);
+        assert!(step.bytes == 7 && step.busy >= nanoseconds && step.busy == step.ended - step.began);
+        let worked = thread_time();
+        while thread_time() - worked < TIME {
+            std::hint::spin_loop();
+        }
+        let step = clock.ended(0);
+        assert!((nanoseconds..=step.ended - step.began).contains(&step.busy));
+    }
+}

@@ -297,9 +297,17 @@ fn requests_that_must_be_refused() {
     assert_eq!(raw.open(0, 0, 0).0.code(), None);
     assert_eq!(raw.open(0, 0, 0).0.code(), Some(Code::Busy));
     // Wrong sizes and offsets.
-    for (offset, len) in
-        [(0, 0), (1, 4096), (0, 4097), (0, 20 << 10), (16 << 10, 4096), (u64::MAX - 4095, 4096), (4096, u64::MAX)]
-    {
+    for (offset, len) in [
+        (0, 0),
+        (1, 4096),
+        (0, 4097),
+        (2048, 4096),
+        (0, 6144),
+        (0, 20 << 10),
+        (16 << 10, 4096),
+        (u64::MAX - 4095, 4096),
+        (4096, u64::MAX),
+    ] {
         let said = raw.map(3, &[segment(0, offset, len)], &[fd]);
         assert_eq!(said.code(), Some(Code::Malformed), "{offset} {len}");
     }
@@ -438,6 +446,9 @@ fn memfds_with_more_seals_than_needed() {
     while ringed.raw.read(0x1024) != 1 {
         assert!(begun.elapsed() < LONG);
     }
+    // A queue that runs is not started again: its doorbell, which would go back, stays.
+    ringed.raw.write(0x1000, 1);
+    assert_eq!(ringed.page.as_volatile_slice().load_u32(0), Some(1));
     let mut bytes = [1; 8192];
     rustix::io::pread(&good, &mut bytes, 0).unwrap();
     assert!(bytes.iter().all(|b| *b == 0), "card memory is zeros at first");
@@ -552,13 +563,22 @@ fn idle_connections_time_out() {
         assert!(begun.elapsed() < LONG);
     };
     assert!(ended_after >= open_timeout, "{ended_after:?}");
+    // Nor those without a pause: the next one is there before the last one is answered.
+    let begun = Instant::now();
+    let flood = Raw::greeted(&daemon.path);
+    let ask = || flood.send(&ClientRequest::Status { first: 0 }.encode(1), &[]).is_ok();
+    let asked = (0..64).all(|_| ask());
+    while asked && flood.receive().is_some() && ask() {
+        assert!(begun.elapsed() < LONG);
+    }
+    assert!(begun.elapsed() >= open_timeout);
     let mut late = Raw::greeted(&daemon.path);
     assert_eq!(late.open(2 << 20, 4 << 20, 1).0.code(), None);
     std::thread::sleep(open_timeout + hello_timeout);
     assert_eq!(late.read(0), dmalane_card::regs::ID_VALUE, "a client with a function stays");
     bystander.check();
     asking.seqno = 0;
-    drop((silent, asking, late));
+    drop((silent, asking, flood, late));
     end(daemon, bystander, before);
     // Who has not greeted gets no longer where the time to open a function is long.
     let daemon = Daemon::start(Config { hello_timeout, open_timeout: Duration::from_secs(3600), ..Config::default() });

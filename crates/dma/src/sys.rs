@@ -35,6 +35,8 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 pub(crate) struct Region {
     ptr: NonNull<u8>,
     len: usize,
+    /// Bytes of the pages that the kernel gives and takes: more than [`page`] for reserved huge pages.
+    page: usize,
     fd: Option<OwnedFd>,
     /// Set permanently once `fd` was exported: another process may have the memory mapped.
     exported: AtomicBool,
@@ -108,7 +110,7 @@ impl Region {
     unsafe fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
         let ptr = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
         let (exported, writing) = (AtomicBool::new(false), Mutex::new(()));
-        let region = Self { ptr, len, fd, exported, writing, home: None, slab: None, driver: None };
+        let region = Self { ptr, len, page: page(), fd, exported, writing, home: None, slab: None, driver: None };
         // A kernel that refuses only dumps more.
         let _ = region.advise(0, len, Advice::LinuxDontDump);
         Ok(region)
@@ -150,9 +152,12 @@ impl Region {
             unsafe { mm::munmap(start.wrapping_add(len).cast(), tail) }?;
         }
         // SAFETY: what is left of the mapping made above, which is private.
-        let region = unsafe { Self::whole(start, len, None)? };
-        if pages == PageKind::Transparent {
-            region.advise(0, len, Advice::LinuxHugepage)?;
+        let mut region = unsafe { Self::whole(start, len, None)? };
+        match pages {
+            PageKind::Hugetlb1G => region.page = 1 << 30,
+            PageKind::Hugetlb2M => region.page = HUGE,
+            PageKind::Transparent => region.advise(0, len, Advice::LinuxHugepage)?,
+            PageKind::Base => {}
         }
         Ok(region)
     }
@@ -252,7 +257,17 @@ impl Region {
     pub(crate) fn of_driver(memory: Box<dyn DriverMemory>) -> Self {
         let (ptr, len) = memory.span();
         let (exported, driver) = (AtomicBool::new(false), Some(memory));
-        Self { ptr, len: len.get(), fd: None, exported, writing: Mutex::new(()), home: None, slab: None, driver }
+        Self {
+            ptr,
+            len: len.get(),
+            page: page(),
+            fd: None,
+            exported,
+            writing: Mutex::new(()),
+            home: None,
+            slab: None,
+            driver,
+        }
     }
 
     /// True for memory, or a fragment of it, that a driver has mapped: the kernel takes no advice about it.
@@ -320,12 +335,13 @@ impl Region {
         if self.fd.is_some() || self.home.is_some() || len == 0 || !len.is_multiple_of(page()) {
             return Err(self);
         }
-        let (start, whole) = (self.ptr, self.len);
+        let (start, whole, page) = (self.ptr, self.len, self.page);
         let slab = Arc::new(self);
         let fragment = |at: usize| Self {
             // Within the mapping: `at` is less than its length, so the address is no more null than its start.
             ptr: NonNull::new(start.as_ptr().wrapping_add(at)).unwrap_or(start),
             len: len.min(whole - at),
+            page,
             fd: None,
             exported: AtomicBool::new(false),
             writing: Mutex::new(()),
@@ -645,6 +661,7 @@ impl Drop for Region {
             return home.welcome(Region {
                 ptr: self.ptr,
                 len: self.len,
+                page: self.page,
                 fd,
                 exported: AtomicBool::new(false),
                 writing: Mutex::new(()),
@@ -658,11 +675,14 @@ impl Drop for Region {
             return drop(self.driver.take());
         }
         if self.slab.is_some() {
-            // Frees the memory of this fragment; the last fragment unmaps the mapping. (Reserved huge pages stay
-            // whole.)
-            // SAFETY: the range belongs to this fragment alone and is whole pages (see `cut`), so the kernel does not
-            // round it into a neighbour; every view borrows the region, so none exists that could see the bytes change.
-            let _ = unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxDontNeed) };
+            // The last fragment unmaps the mapping. Before, this frees the memory of a fragment of whole pages. Of
+            // reserved huge pages, Linux 5.18 to 6.0 would free all that the range touches, with bytes of neighbours.
+            if self.ptr.addr().get().is_multiple_of(self.page) && self.len.is_multiple_of(self.page) {
+                // SAFETY: the range belongs to this fragment alone and is whole pages (checked above, and see `cut`),
+                // so the kernel does not round it into a neighbour; every view borrows the region, so none exists that
+                // could see the bytes change.
+                let _ = unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxDontNeed) };
+            }
             return;
         }
         // SAFETY: the range is this region's own mapping, not a fragment of another; every view borrows the region, and
@@ -794,4 +814,30 @@ pub(crate) fn udmabuf_create(
     }
     // SAFETY: as above.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fragments_of_huge_pages_leave_their_neighbours_alone() {
+        let len = NonZeroUsize::new(2 * HUGE).unwrap();
+        // What two fragments have, when the first one was dropped.
+        let dropped = |page: usize, fragment: usize| {
+            let mut region = Region::anonymous(len, PageKind::Transparent).unwrap();
+            region.page = page;
+            region.as_volatile_slice().fill(7);
+            let start = region.ptr;
+            let mut fragments = region.cut(fragment).ok().unwrap().into_iter();
+            drop(fragments.next());
+            // SAFETY: within the mapping, which the other fragments keep; nobody writes there.
+            let bytes = [0, fragment].map(|at| unsafe { start.as_ptr().wrapping_add(at).read_volatile() });
+            drop(fragments);
+            bytes
+        };
+        assert_eq!(dropped(super::page(), HUGE / 2), [0, 7]);
+        assert_eq!(dropped(HUGE, HUGE / 2), [7, 7], "a part of a page stays");
+        assert_eq!(dropped(HUGE, HUGE), [0, 7]);
+    }
 }

@@ -172,6 +172,8 @@ pub(crate) struct Ring {
     pushed: VecDeque<usize>,
     /// The kernel refused to be entered: nothing is submitted to it any more.
     dead: bool,
+    /// How long a drop waits for the kernel.
+    timeout: Duration,
     #[cfg(test)]
     pub fail_enter: bool,
 }
@@ -191,6 +193,7 @@ impl Ring {
             free: (0..depth).rev().collect(),
             pushed: VecDeque::with_capacity(depth),
             dead: false,
+            timeout: TIMEOUT,
             #[cfg(test)]
             fail_enter: false,
         })
@@ -314,7 +317,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        self.settle(TIMEOUT);
+        self.settle(self.timeout);
         self.quarantine();
     }
 }
@@ -326,6 +329,9 @@ mod tests {
     use super::*;
 
     const LEN: usize = 8192;
+
+    /// Held by tests that count the bytes of the process.
+    static COUNTS: Mutex<()> = Mutex::new(());
 
     /// A ring with one read of a pipe that nobody writes to, which does not end by itself.
     fn stuck(heap: &AnonHeap) -> Option<(Ring, File)> {
@@ -353,6 +359,7 @@ mod tests {
 
     #[test]
     fn memory_that_the_kernel_keeps_is_not_freed() {
+        let _counts = COUNTS.lock();
         let heap = AnonHeap::new();
         let Some((mut ring, open)) = stuck(&heap) else { return };
         let before = quarantined_bytes();
@@ -363,6 +370,31 @@ mod tests {
         assert!(ring.reap().is_none(), "nobody waits for it any more");
         // The read did end, but the ring counts it as busy and would wait for it.
         ring.free.push(0);
+    }
+
+    #[test]
+    fn a_dropped_ring_keeps_memory_of_which_the_kernel_says_nothing() {
+        let _counts = COUNTS.lock();
+        let heap = AnonHeap::new();
+        let Some((mut ring, _open)) = stuck(&heap) else { return };
+        let before = quarantined_bytes();
+        // The kernel speaks of another slot.
+        ring.slots[3] = ring.slots[0].take();
+        ring.free.retain(|slot| *slot != 3);
+        ring.timeout = Duration::from_millis(50);
+        drop(ring);
+        assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, LEN));
+    }
+
+    #[test]
+    fn memory_of_a_call_that_returned_late_counts_once() {
+        let _counts = COUNTS.lock();
+        let heap = AnonHeap::new();
+        let before = quarantined_bytes();
+        super::stuck(LEN as u64);
+        assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, 0));
+        quarantine(heap.allocate(LEN).unwrap().share().into_slice());
+        assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, LEN));
     }
 
     /// The slice is the middle of a buffer: nothing before the part that is still to be moved changes, nor behind it.

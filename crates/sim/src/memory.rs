@@ -297,25 +297,33 @@ impl Bank {
         }
         let no_memory =
             |source| Error::NoMemory { at: CardAddr::new(self.span.first().bits() + block * BLOCK), source };
-        if self.allowance.as_ref().is_some_and(|allowance| !allowance.take(BLOCK)) {
-            return Err(no_memory(std::io::Error::new(std::io::ErrorKind::QuotaExceeded, "the limit of memory")));
-        }
-        let give = || {
-            if let Some(allowance) = &self.allowance {
-                allowance.give(BLOCK);
-            }
-        };
+        let taken = Taken::new(self.allowance.as_deref())
+            .ok_or_else(|| no_memory(std::io::Error::new(std::io::ErrorKind::QuotaExceeded, "the limit of memory")))?;
         // Two channels may come here at once; the second call finds the pages and changes nothing.
-        self.buf.populate((block * BLOCK) as usize, BLOCK as usize).map_err(|source| {
-            give();
-            no_memory(source)
-        })?;
+        self.buf.populate((block * BLOCK) as usize, BLOCK as usize).map_err(no_memory)?;
         if self.present.insert(block) {
             *made += BLOCK;
-        } else {
-            give();
+            std::mem::forget(taken);
         }
         Ok(())
+    }
+}
+
+/// A block that was taken of an allowance; given back on drop.
+struct Taken<'a>(Option<&'a dyn Allowance>);
+
+impl<'a> Taken<'a> {
+    /// `None` where it cannot be had.
+    fn new(allowance: Option<&'a dyn Allowance>) -> Option<Self> {
+        allowance.is_none_or(|allowance| allowance.take(BLOCK)).then(|| Self(allowance))
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        if let Some(allowance) = self.0 {
+            allowance.give(BLOCK);
+        }
     }
 }
 
@@ -326,14 +334,15 @@ mod tests {
 
     use super::*;
 
-    /// Takes as much as is asked for.
+    /// Counts what is taken, up to half of all numbers.
     #[derive(Default)]
-    struct Taken(AtomicU64);
+    struct Counted(AtomicU64);
 
-    impl Allowance for Taken {
+    impl Allowance for Counted {
         fn take(&self, bytes: u64) -> bool {
-            self.0.fetch_add(bytes, Ordering::Relaxed);
-            true
+            self.0
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| Some(n + bytes).filter(|n| n >> 63 == 0))
+                .is_ok()
         }
 
         fn give(&self, bytes: u64) {
@@ -344,7 +353,7 @@ mod tests {
     #[test]
     fn memory_that_two_channels_touch_at_once_counts_once() {
         const BLOCKS: u64 = 64;
-        let taken = Arc::new(Taken::default());
+        let taken = Arc::new(Counted::default());
         let memory = CardMemory::new(BLOCKS * BLOCK, 2 * BLOCK).unwrap().with_allowance(taken.clone());
         let barrier = Barrier::new(2);
         let touch = || {
@@ -360,6 +369,17 @@ mod tests {
             touch() + other.join().unwrap()
         });
         assert_eq!((made, taken.0.load(Ordering::Relaxed)), (BLOCKS * BLOCK, BLOCKS * BLOCK));
+    }
+
+    #[test]
+    fn what_is_refused_is_not_given_back() {
+        let taken = Arc::new(Counted::default());
+        let memory = CardMemory::new(2 * BLOCK, 2 * BLOCK).unwrap().with_allowance(taken.clone());
+        let most = (1 << 63) - BLOCK - 1;
+        taken.0.store(most, Ordering::Relaxed);
+        memory.write(CardAddr::new(0), &[1]).unwrap();
+        assert!(matches!(memory.write(CardAddr::new(BLOCK), &[1]), Err(Error::NoMemory { .. })));
+        assert_eq!((taken.0.load(Ordering::Relaxed), memory.touched()), (most + BLOCK, (BLOCK, 0)));
     }
 
     #[test]

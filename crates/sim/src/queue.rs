@@ -327,7 +327,6 @@ impl Engine {
         self.state = State::Stopped;
         (self.head, self.next, self.end) = (0, 0, 0);
         (self.job, self.shape, self.first, self.skipping) = (None, None, None, false);
-        self.ended.clear();
         regs.error.store(0, Ordering::Relaxed);
         regs.error_iova.store(0, Ordering::Relaxed);
         regs.interrupt.store(0, Ordering::Relaxed);

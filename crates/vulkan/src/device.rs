@@ -4,7 +4,6 @@ use std::error::Error as StdError;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use ash::vk;
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, Region};
 use dmalane_dma::Registrar;
@@ -14,7 +13,7 @@ use crate::driver_copies::BackToBack;
 use crate::error::Error;
 use crate::fault::Faults;
 use crate::gpu::{Gpu, Live};
-use crate::library::{GpuInfo, Library};
+use crate::library::{Found, GpuInfo, Library};
 use crate::memory::{Allocator, GpuMemory};
 use crate::options::VulkanOptions;
 use crate::queue::{GpuQueue, Parts};
@@ -50,34 +49,22 @@ impl VulkanDevice {
         live: Arc<Live>,
     ) -> Result<Self, Error> {
         let library = Library::load(options, faults)?;
-        let (handle, mut info) = find(library.gpus()?, name)?;
+        let mut found = find(library.gpus()?, name)?;
         if let Some(largest) = options.largest {
-            (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
+            found.limit(largest);
         }
         #[cfg(test)]
-        if let Some(align) = &mut info.host_import {
-            *align = live.import_align.load(std::sync::atomic::Ordering::Relaxed).max(*align);
+        {
+            use std::sync::atomic::Ordering::Relaxed;
+            let (align, addresses) = (live.import_align.load(Relaxed), live.addresses.load(Relaxed));
+            found.restrict(align, live.dedicated.load(Relaxed), addresses);
         }
-        #[cfg(test)]
-        if live.dedicated.load(std::sync::atomic::Ordering::Relaxed) {
-            (info.dedicated_export, info.sparse_export) = (true, false);
-        }
-        #[cfg(test)]
-        if let most @ 1.. = live.addresses.load(std::sync::atomic::Ordering::Relaxed) {
-            info.sparse = info.sparse.map(|bytes| bytes.min(most));
-        }
-        Self::of(&library, handle, info, options, live)
+        Self::of(found, options, live)
     }
 
-    fn of(
-        library: &Arc<Library>,
-        handle: vk::PhysicalDevice,
-        info: GpuInfo,
-        options: &VulkanOptions,
-        live: Arc<Live>,
-    ) -> Result<Self, Error> {
+    fn of(found: Found, options: &VulkanOptions, live: Arc<Live>) -> Result<Self, Error> {
         let direct = options.direct;
-        let gpu = Gpu::open(library, handle, info, options, live)?;
+        let gpu = Gpu::open(found, options, live)?;
         let mut notes = vec![about(gpu.info())];
         let sparse = match () {
             () if !options.sparse => Err("it was not asked for".to_owned()),
@@ -254,26 +241,27 @@ fn about(info: &GpuInfo) -> String {
 }
 
 /// The GPU of this number, name or UUID. A name may be part of one, in capitals or not.
-fn find<T>(gpus: Vec<(T, GpuInfo)>, wanted: &str) -> Result<(T, GpuInfo), Error> {
-    let names = |gpus: &[&(T, GpuInfo)]| {
-        gpus.iter().map(|(_, info)| format!("{} ({})", info.index, info.name)).collect::<Vec<_>>().join(", ")
+fn find(gpus: Vec<Found>, wanted: &str) -> Result<Found, Error> {
+    let index = index_of(&gpus.iter().map(Found::info).collect::<Vec<_>>(), wanted)?;
+    gpus.into_iter().find(|found| found.info().index == index).ok_or(Error::NoDriver)
+}
+
+fn index_of(gpus: &[&GpuInfo], wanted: &str) -> Result<usize, Error> {
+    let names = |gpus: &[&GpuInfo]| {
+        gpus.iter().map(|info| format!("{} ({})", info.index, info.name)).collect::<Vec<_>>().join(", ")
     };
     let lower = wanted.to_lowercase();
-    let fits = |(_, info): &&(T, GpuInfo)| match wanted.parse::<usize>() {
+    let fits = |info: &&GpuInfo| match wanted.parse::<usize>() {
         Ok(index) => info.index == index,
         Err(_) => info.uuid() == lower || info.name.to_lowercase().contains(&lower),
     };
-    let found: Vec<_> = gpus.iter().filter(fits).collect();
-    let exact: Vec<_> = found.iter().filter(|(_, info)| info.uuid() == lower || info.name == wanted).copied().collect();
-    let index = match (&found[..], &exact[..]) {
-        ([only], _) | (_, [only]) => only.1.index,
-        ([], _) => {
-            let there = names(&gpus.iter().collect::<Vec<_>>());
-            return Err(Error::NoSuchGpu { wanted: wanted.to_owned(), there });
-        }
-        (several, _) => return Err(Error::Ambiguous { wanted: wanted.to_owned(), which: names(several) }),
-    };
-    gpus.into_iter().find(|(_, info)| info.index == index).ok_or(Error::NoDriver)
+    let found: Vec<_> = gpus.iter().copied().filter(fits).collect();
+    let exact: Vec<_> = found.iter().copied().filter(|info| info.uuid() == lower || info.name == wanted).collect();
+    match (&found[..], &exact[..]) {
+        ([only], _) | (_, [only]) => Ok(only.index),
+        ([], _) => Err(Error::NoSuchGpu { wanted: wanted.to_owned(), there: names(gpus) }),
+        (several, _) => Err(Error::Ambiguous { wanted: wanted.to_owned(), which: names(several) }),
+    }
 }
 
 /// The GPUs of this machine, in the order of their numbers.
@@ -282,5 +270,5 @@ fn find<T>(gpus: Vec<(T, GpuInfo)>, wanted: &str) -> Result<(T, GpuInfo), Error>
 /// [`Error::NoLoader`], [`Error::NoDriver`], [`Error::Call`].
 pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
     let library = Library::load(&VulkanOptions::default(), Arc::default())?;
-    Ok(library.gpus()?.into_iter().map(|(_, info)| info).collect())
+    Ok(library.gpus()?.iter().map(|found| found.info().clone()).collect())
 }

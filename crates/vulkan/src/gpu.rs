@@ -18,7 +18,7 @@ use ash::{Device, ext, khr, vk};
 use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSlice};
 
 use crate::error::{CallError, Error};
-use crate::library::{DMA_BUF, GpuInfo, Library, SPARSE, copied};
+use crate::library::{DMA_BUF, Found, GpuInfo, Library, SPARSE, copied};
 use crate::options::VulkanOptions;
 use crate::shader;
 
@@ -156,13 +156,8 @@ fn too_large(what: &str, len: u64, most: u64) -> Error {
 
 impl Gpu {
     /// Opens a GPU.
-    pub fn open(
-        library: &Arc<Library>,
-        gpu: vk::PhysicalDevice,
-        info: GpuInfo,
-        options: &VulkanOptions,
-        live: Arc<Live>,
-    ) -> Result<Arc<Self>, Error> {
+    pub fn open(found: Found, options: &VulkanOptions, live: Arc<Live>) -> Result<Arc<Self>, Error> {
+        let (library, gpu, info) = found.into_parts();
         if let Some(missing) = info.missing() {
             return Err(Error::Unsuitable { name: info.name, missing: missing.to_owned() });
         }
@@ -212,8 +207,8 @@ impl Gpu {
             .enabled_features(&features)
             .push_next(&mut vulkan12);
         let device = library.faults().call("vkCreateDevice", || {
-            // SAFETY: the structures live until the call returns; families, queues, features and extensions are those
-            // that the physical device has, as `info` says, which was read from it.
+            // SAFETY: the structures live until the call returns; the physical device is one of the instance, and has
+            // the families, queues, features and extensions that `info` says (the invariant of `Found`).
             unsafe { library.instance().create_device(gpu, &create, None) }
         })?;
         let host = host_import.then(|| ext::external_memory_host::Device::new(library.instance(), &device));
@@ -232,7 +227,6 @@ impl Gpu {
         let first_of = |family: Option<u32>| family.and_then(|family| queues.iter().position(|q| q.family == family));
         let (sparse, compute) = (first_of(binding), first_of(computing));
         let families = asked.iter().map(|(family, _)| *family).collect();
-        let library = library.clone();
         Ok(Arc::new(Self {
             device,
             physical: gpu,

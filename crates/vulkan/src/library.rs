@@ -89,7 +89,7 @@ impl Library {
     }
 
     /// The GPUs, in the order in which the loader lists them.
-    pub fn gpus(&self) -> Result<Vec<(vk::PhysicalDevice, GpuInfo)>, Error> {
+    pub fn gpus(self: &Arc<Self>) -> Result<Vec<Found>, Error> {
         // SAFETY: the instance exists as long as `self`.
         let list = || unsafe { self.instance.enumerate_physical_devices() };
         let found = match self.faults.call("vkEnumeratePhysicalDevices", list) {
@@ -99,7 +99,8 @@ impl Library {
         if found.is_empty() {
             return Err(Error::NoDriver);
         }
-        found.into_iter().enumerate().map(|(index, gpu)| Ok((gpu, self.info(index, gpu)?))).collect()
+        let of = |(index, gpu)| Ok(Found { library: self.clone(), gpu, info: self.info(index, gpu)? });
+        found.into_iter().enumerate().map(of).collect()
     }
 
     fn info(&self, index: usize, gpu: vk::PhysicalDevice) -> Result<GpuInfo, Error> {
@@ -207,6 +208,44 @@ impl Drop for Library {
         drop(self.watch.take());
         // SAFETY: whatever was made of the instance owned a reference to this and is gone.
         unsafe { self.instance.destroy_instance(None) }
+    }
+}
+
+/// A GPU of an instance, with what it says of itself.
+///
+/// Invariant: the handle is one of the instance, and the driver has said what `info` says, or more. Made by
+/// [`Library::gpus`] alone; methods only take away.
+pub(crate) struct Found {
+    library: Arc<Library>,
+    gpu: vk::PhysicalDevice,
+    info: GpuInfo,
+}
+
+impl Found {
+    pub fn info(&self) -> &GpuInfo {
+        &self.info
+    }
+
+    /// Has buffers and allocations of at most this many bytes.
+    pub fn limit(&mut self, largest: u64) {
+        let info = &mut self.info;
+        (info.max_buffer, info.max_allocation) = (info.max_buffer.min(largest), info.max_allocation.min(largest));
+    }
+
+    /// For tests: imports memory at multiples of `align` at least, exports memory of `dedicated` allocations alone, and
+    /// has at most so many bytes of `addresses` for sparse buffers, unless that is 0.
+    #[cfg(test)]
+    pub fn restrict(&mut self, align: u64, dedicated: bool, addresses: u64) {
+        let info = &mut self.info;
+        info.host_import = info.host_import.map(|has| has.max(align));
+        info.dedicated_export |= dedicated;
+        info.sparse_export &= !dedicated;
+        info.sparse = info.sparse.map(|bytes| if addresses > 0 { bytes.min(addresses) } else { bytes });
+    }
+
+    /// The instance, the handle, and what the driver has said.
+    pub fn into_parts(self) -> (Arc<Library>, vk::PhysicalDevice, GpuInfo) {
+        (self.library, self.gpu, self.info)
     }
 }
 

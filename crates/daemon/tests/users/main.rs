@@ -603,7 +603,8 @@ impl Copies {
         while queue.in_flight() > 0 {
             queue.wait(&mut ended, Duration::from_secs(20));
         }
-        assert!(!ended.is_empty() && ended.iter().all(|completion| completion.result.is_ok()), "other bytes");
+        let failed = ended.iter().find(|completion| completion.result.is_err());
+        assert!(!ended.is_empty() && failed.is_none(), "{:?}", failed.map(|completion| &completion.result));
     }
 }
 

@@ -8,7 +8,7 @@ use dmalane_card::{Card, CardTables, Descriptor, Status, Task};
 use dmalane_dma::{AnonHeap, Heap, Mmio, SharedBuf};
 use dmalane_iopt::{PageTable, X86_64_4Level};
 use dmalane_queue::{DeviceAddr, Direction, Operation, Registered, run};
-use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use dmalane_sim::{CardConfig, CardMemory, DevicePort, HostConfig, SoftBus, SoftCard, SoftHost, Workers};
 
 const MIB: u64 = 1 << 20;
 const ENTRIES: u32 = 16;
@@ -147,6 +147,49 @@ fn a_ring_that_is_not_a_page_or_beyond_the_top_does_not_start() {
         assert_eq!(start(at), halted, "{at:x?}");
         assert_eq!(start([last - 4096, last]), (regs::STATUS_RUNNING, 0), "below the top");
     }
+}
+
+/// A request to cancel names an operation by its number, which begins anew when the channel does.
+#[test]
+fn a_request_to_cancel_ends_with_the_channel() {
+    for is_stopped in [false, true] {
+        let mut raw = Raw::new();
+        raw.set(regs::CH_CANCEL, 0);
+        raw.set(regs::CH_CANCEL + 4, 1);
+        if is_stopped {
+            raw.set(regs::CH_CONTROL, 0);
+            raw.work();
+            raw.set(regs::CH_CONTROL, 1);
+            raw.work();
+        }
+        raw.push(Task::Fill { pattern: 7, card: at(0), len: 4096 }, false);
+        let status = if is_stopped { Status::Ok } else { Status::Cancelled };
+        assert_eq!(raw.statuses(1), [status.code()]);
+    }
+}
+
+#[test]
+fn a_step_costs_a_mebibyte_at_most() {
+    let host = SoftHost::new(HostConfig::default()).unwrap();
+    let memory = CardMemory::new(8 * MIB, 8 * MIB).unwrap();
+    memory.populate(memory.ddr()).unwrap();
+    let card: SoftCard<DevicePort> = SoftCard::new(memory, (1, Workers::Inline), || host.port(), |_| ()).unwrap();
+    let ring = AnonHeap::new().allocate(8192).unwrap().share();
+    let via = Registered::new(&host, &ring, Access::RW).unwrap();
+    let base = via.mapping().span().first().bits() as u32;
+    let set = |register, value| card.write32(BAR_REGISTERS, regs::channel(0, register), value).unwrap();
+    set(regs::CH_RING_LOG2, ENTRIES.ilog2());
+    set(regs::CH_RING, base);
+    set(regs::CH_COMPLETIONS, base + COMPLETIONS as u32);
+    set(regs::CH_CONTROL, 1);
+    card.step(0, u64::MAX).expect("it starts");
+    let fill = Task::Fill { pattern: 7, card: at(0), len: 4 * MIB as u32 };
+    for (i, word) in Descriptor::from(fill).encode().into_iter().enumerate() {
+        ring.as_volatile_slice().store_u64(8 * i, word).unwrap();
+    }
+    set(regs::CH_DOORBELL, 1);
+    let costs: Vec<u64> = std::iter::from_fn(|| card.step(0, u64::MAX)).map(|step| step.cost).collect();
+    assert!(costs.len() >= 4 && costs.iter().all(|cost| *cost < 2 * MIB), "{costs:?}");
 }
 
 /// Rows whose last byte has no address, on one side alone.
