@@ -50,18 +50,17 @@ fn prepare(request: &DmlReadConfig) -> Result<(ReadOptions, Picked), Refused> {
         return Err(Refused::new(Errno::Range, format_args!("{} threads", request.threads)));
     }
     let some = |n: u64| (n > 0).then_some(n);
-    let default = ReadOptions::default();
+    let default = FillOptions::default();
     let options = ReadOptions {
         mode,
         threads: some(request.threads.into()).map(|n| n as usize),
         limit: some(request.limit),
         fill: FillOptions {
-            chunk: some(request.chunk).unwrap_or(default.fill.chunk),
+            chunk: some(request.chunk).unwrap_or(default.chunk),
             checksum: has(CHECKSUM),
             time_limit: some(request.timeout_ms).map(Duration::from_millis),
-            ..default.fill
+            ..default
         },
-        ..default
     };
     let picked = pick(Needs { shareable: has(SHAREABLE), ..Needs::default() });
     Ok((options, picked.map_err(|e| Refused::new(Errno::NoMem, error_chain(&e)))?))
