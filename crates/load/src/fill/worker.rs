@@ -65,13 +65,14 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             if !later && self.flying.is_empty() && self.waiting.is_empty() {
                 return self.clocks;
             }
-            let more = self.depth.wait(Instant::now()).filter(|_| !self.waiting.is_empty());
-            let soon = |most: Duration| more.map_or(most, |at| most.min(at.saturating_duration_since(Instant::now())));
             // A polled device works while it is waited for; another one ends something sooner than the disk.
-            if !self.state.drive(soon(POLL_INTERVAL))
-                && !self.reap(&mut done, soon(self.state.disk_timeout()))
-                && self.flying.is_empty()
-            {
+            if self.state.drive(POLL_INTERVAL) {
+                continue;
+            }
+            let begun = Instant::now();
+            let any = self.reap(&mut done, self.state.disk_timeout());
+            self.depth.waited(begun.elapsed());
+            if !any && self.flying.is_empty() {
                 // Another worker drives the device, or a thread hashes.
                 self.state.pause(seen);
             }
