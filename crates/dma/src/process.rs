@@ -90,21 +90,30 @@ impl<T> Drop for OfProcess<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     #[test]
     fn a_value_of_another_process_is_neither_used_nor_dropped() {
         assert_eq!([process_id(), process_id()], [process::id(); 2]);
-        let value = std::sync::Arc::new(5);
-        let mut own = OfProcess::new(value.clone());
-        assert!(own.check() == Ok(()) && **own == 5);
-        *own = value.clone();
-        assert_eq!(std::sync::Arc::strong_count(&value), 2);
+        /// Counts how often it is dropped.
+        struct Value<'a>(&'a Cell<u32>);
+        impl Drop for Value<'_> {
+            fn drop(&mut self) {
+                self.0.set(self.0.get() + 1);
+            }
+        }
+        let drops = Cell::new(0);
+        let mut own = OfProcess::new(Value(&drops));
+        assert!(own.check() == Ok(()) && own.0.get() == 0);
+        *own = Value(&drops);
+        assert_eq!(drops.get(), 1);
         drop(own);
-        let others = OfProcess { made_by: 1, value: Some(value.clone()) };
+        let others = OfProcess { made_by: 1, value: Some(Value(&drops)) };
         let error = others.check().unwrap_err();
         assert!(error.to_string().starts_with("the device belongs to process 1, of which this one, "), "{error}");
         drop(others);
-        assert_eq!(std::sync::Arc::strong_count(&value), 2, "only that of another process stays");
+        assert_eq!(drops.get(), 2, "only that of another process stays");
     }
 }

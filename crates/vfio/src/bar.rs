@@ -365,6 +365,7 @@ mod tests {
         }
         // A register that changes is read and written in one access.
         let whole = |bytes: &[u8]| bytes.iter().all(|byte| *byte == bytes[0]);
+        [16, 28, 34].iter().for_each(|at| bar.write(*at, &[0; 8]).unwrap());
         std::thread::scope(|s| {
             let writer = s.spawn(|| {
                 for i in 0..300_000_u32 {

@@ -181,6 +181,7 @@ impl Made {
             invalidate: (wild & 2 == 0).then_some(told),
             prefetch: (wild & 4 == 0).then_some(told),
             user: std::ptr::without_provenance_mut(1),
+            break_before_make: 0,
         };
         // A caller that knows more fields; sizes above those bytes are too long for any configuration.
         let longer = Longer { config, more: [u64::from(wild == 0x11), 0] };

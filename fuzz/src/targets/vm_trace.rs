@@ -233,6 +233,7 @@ impl<F: Format> Under<F> {
             range: span(FIRST, PAGES),
             reserved: span(RESERVED.start, RESERVED.end - RESERVED.start),
             null_page: Some(Segment { addr: CardAddr::new(NULL_PAGE), len: 2 * Self::GRANULE }),
+            break_before_make: false,
         };
         let pages = vec![None; PAGES as usize];
         let model = Model { pages, bos: BTreeMap::new(), unfinished: BTreeMap::new(), serial: 0 };

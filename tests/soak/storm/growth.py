@@ -1,5 +1,5 @@
-"""What grows over rounds: a leak of 1 MiB an hour. In values that hardly scatter, as those of a process, it is seen from
-ten minutes on, in those of control groups from half an hour on."""
+"""Growth over rounds: a leak of 1 MiB an hour. In values that hardly scatter, as those of a process, it is seen from
+10 minutes on, in those of control groups from half an hour on."""
 
 import math
 import statistics

@@ -15,8 +15,8 @@ const BYTES: u64 = 128 << 20;
 const MUCH: f64 = 2.0;
 /// More reads stay in flight if the rate has grown by this factor.
 const SOME: f64 = 1.1;
-/// Shares of a turn in which the worker waits: with less than the one it can gain nothing; with more than the other, much
-/// may be gained.
+/// Shares of a turn in which the worker waits: with less than the one it can gain nothing; with more than the other,
+/// much may be gained.
 const HARDLY: f64 = 0.15;
 const MOSTLY: f64 = 0.7;
 /// After so many turns without a gain more reads are tried again, and after twice as many each time, up to this number:
