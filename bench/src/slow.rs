@@ -1,8 +1,7 @@
 //! Files of a source with latency: read and loaded, beside the best of raw reads at several depths.
 //!
-//! A FUSE server of ours answers each request a given time after it came, at a given rate in all. The same file behind
-//! a loop device is a disk with that latency (root alone may make one). Rows take turns, round by round; what was read
-//! is compared with what the server gives.
+//! A FUSE server of ours answers each request a given time after it came, at a given rate in all. Rows take turns, round
+//! by round; what was read is compared with what the server gives.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -51,10 +50,6 @@ pub struct Options {
     /// Rounds of each case; the median counts
     #[arg(long, default_value_t = 11)]
     rounds: usize,
-
-    /// Only sources whose names contain this
-    #[arg(long)]
-    only: Option<String>,
 }
 
 /// The server, in a process of its own: nothing waits for a process that is gone.
@@ -98,16 +93,7 @@ pub fn run(options: &Options) -> Result<Report> {
     for latency in &options.latency {
         let server = Server::start(options, Duration::from_secs_f64(latency / 1e3))?;
         let path = server.folder.path().join("f");
-        let is_wanted = |name: &str| options.only.as_ref().is_none_or(|only| name.contains(only.as_str()));
-        if is_wanted("FUSE") {
-            source(&format!("FUSE, {latency} ms"), &path, &server, options, &mut report)?;
-        }
-        if is_wanted("disk") {
-            match Loop::of(&path) {
-                Ok(disk) => source(&format!("disk, {latency} ms"), &disk.0, &server, options, &mut report)?,
-                Err(why) => report.say(format!("disk, {latency} ms: skipped: {why}")),
-            }
-        }
+        source(&format!("FUSE, {latency} ms"), &path, &server, options, &mut report)?;
     }
     Ok(report)
 }
@@ -347,25 +333,5 @@ impl Filesystem for Files {
         state.replies.insert(number, (offset, size, reply));
         drop(state);
         self.0.changed.notify_one();
-    }
-}
-
-/// A loop device that reads a file directly.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn of(path: &Path) -> Result<Self> {
-        let done =
-            Command::new("losetup").args(["--find", "--show", "--read-only", "--direct-io=on"]).arg(path).output()?;
-        match done.status.success() {
-            true => Ok(Self(String::from_utf8(done.stdout)?.trim().into())),
-            false => Err(String::from_utf8_lossy(&done.stderr).trim().to_owned().into()),
-        }
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
     }
 }
