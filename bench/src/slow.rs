@@ -1,7 +1,7 @@
 //! Files of a source with latency: read and loaded, beside the best of raw reads at several depths.
 //!
-//! A FUSE server of ours answers each request a given time after it came, at a given rate in all. Rows take turns, round
-//! by round; what was read is compared with what the server gives.
+//! A FUSE server of ours answers each request a given time after it came, at a given rate in all. Rows take turns,
+//! round by round; what was read is compared with what the server gives.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
