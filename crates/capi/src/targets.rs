@@ -63,7 +63,7 @@ struct HostMemory {
     via: Registered,
     /// All of it. Operations have duplicates.
     whole: BufferSlice,
-    /// What operations in flight use of it.
+    /// The bytes that operations in flight use.
     busy: Mutex<Stretches>,
     /// Operations of a lost device that keep slices.
     lost: AtomicUsize,

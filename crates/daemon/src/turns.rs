@@ -212,7 +212,7 @@ impl Turns {
                 // It has not got a processor yet, and has its rounds later.
                 let share = self.share_of(holder);
                 share.deficit = (share.deficit + QUANTUM).min(MAX_CREDIT);
-                return self.next_round(now, false);
+                return self.next_round(now, false, None);
             }
         }
         self.choose(now, false);
@@ -316,30 +316,26 @@ impl Turns {
         share.wanting = share.wanting.saturating_sub(1);
     }
 
-    /// Chooses who is next. `worked`: a step was done since the last choice.
+    /// Chooses who is next: the user whose round it is while something of that is left. `worked`: a step was done since
+    /// the last choice.
     fn choose(&mut self, now: u64, worked: bool) {
-        // What is left of a round is spent first.
         let cursor = self.cursor as usize;
-        if cursor < self.ends[0] as usize && self.shares[cursor].wanting > 0 && self.shares[cursor].deficit > 0 {
-            self.holder = 0;
-            #[cfg(test)]
-            if self.paused != 0 {
-                return;
-            }
-            self.chosen = now;
-            return self.give(cursor, now);
-        }
-        self.next_round(now, worked);
+        let stays =
+            cursor < self.ends[0] as usize && self.shares[cursor].wanting > 0 && self.shares[cursor].deficit > 0;
+        self.next_round(now, worked, stays.then_some(cursor));
     }
 
-    /// As [`Turns::choose`], of those after the user whose round it is.
-    fn next_round(&mut self, now: u64, worked: bool) {
+    /// Gives the turn to this user, or begins the rounds of those after the one whose round it is.
+    fn next_round(&mut self, now: u64, worked: bool, to: Option<usize>) {
         self.holder = 0;
         #[cfg(test)]
         if self.paused != 0 {
             return;
         }
         let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
+        if let Some(index) = to {
+            return self.give(index, now);
+        }
         let (cursor, used) = (self.cursor as usize, self.ends[0] as usize);
         for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
             let allowance = if !worked && self.in_gap(index) { passed } else { QUANTUM };

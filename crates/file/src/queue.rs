@@ -36,7 +36,7 @@ pub struct Moved {
 /// is [`OpError::EndOfFile`], not a refusal.
 ///
 /// Dropped with operations in flight, it cancels what the kernel has not begun and waits for the rest; memory that the
-/// kernel has not let go of after 10 seconds is never freed, and counted by
+/// kernel has not let go of after 10 seconds (threads: 2) is never freed, and counted by
 /// [`quarantined_bytes`](crate::quarantined_bytes).
 ///
 /// Costs two file descriptors, and from the first operation on a third, and some 60 us, for the ring.
@@ -46,7 +46,7 @@ pub struct FileQueue {
     how: How,
     moved: Moved,
     ring: Option<Ring>,
-    /// What reads where no ring does, and the caller should not wait.
+    /// Threads that read where no ring does, and the caller should not wait.
     workers: Option<Workers>,
     ops: VecDeque<Op<FileOffset>>,
     /// The number of the first operation that may not be cut to its end yet.

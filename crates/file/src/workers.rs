@@ -21,7 +21,7 @@ pub(crate) struct Workers {
     most: usize,
 }
 
-/// What becomes of a request whose call moved less than was asked for.
+/// The fate of a request whose call moved less than was asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) enum Short {
     /// It goes on where it stopped.

@@ -152,8 +152,8 @@ pub trait Format: Copy + Debug + 'static {
     /// tables of others have them. They choose an entry of the root.
     const WALK_BITS: u32 = Self::INPUT_BITS;
 
-    /// What an entry is that [`decode`](Self::decode) calls invalid, in tables of others: [`walk`](crate::walk()) goes
-    /// on with it, a page table does not.
+    /// The meaning, in tables of others, of an entry that [`decode`](Self::decode) calls invalid:
+    /// [`walk`](crate::walk()) goes on with it, a page table does not.
     #[inline]
     fn foreign(level: u32, entry: u64) -> Option<Foreign> {
         let _ = (level, entry);

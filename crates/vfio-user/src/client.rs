@@ -101,6 +101,9 @@ struct Limits {
     page: PageSize,
 }
 
+/// Every buffer is a multiple of a page: a server may not have this process take more memory for each.
+const MAX_PAGE: u64 = 16 << 20;
+
 impl Limits {
     /// Parses the capabilities of a version message, JSON that ends with a zero. Absent ones have the defaults of the
     /// specification.
@@ -120,6 +123,7 @@ impl Limits {
             data: number("max_data_xfer_size", 1 << 20, 8)?.min(MAX_DATA as u64) as usize & !7,
             page: PageSizes::from_bits(number("pgsizes", 4096, 4096)? & !0xfff)
                 .smallest()
+                .filter(|page| page.bytes() <= MAX_PAGE)
                 .ok_or(ProtocolError::Capability("pgsizes"))?,
         })
     }

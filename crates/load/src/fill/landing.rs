@@ -12,8 +12,9 @@ use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind
 
 use crate::lock::locked;
 
-/// Bytes of all landing places of a job together.
+/// Bytes of all landing places of a job together, and where there is not so much memory.
 const BYTES: usize = 144 << 20;
+const FEW_BYTES: usize = 32 << 20;
 /// Bytes of landing places that the process keeps for its next jobs.
 const KEPT: usize = 8 << 20;
 /// Landing places are multiples of a huge page: places of one length are used again by jobs of any chunk.
@@ -74,11 +75,12 @@ pub(super) struct Full {
 impl Landing {
     /// Landing places for chunks of `chunk` bytes, if the memory of any buffer is better copied to, and `room` says
     /// that there is memory for them besides the buffers.
-    pub fn new(reserved: &[Reserved], chunk: usize, room: impl FnOnce(usize) -> bool) -> Option<Self> {
-        let wanted = chunk <= BYTES / 2 && reserved.iter().any(Reserved::is_better_copied_to) && room(BYTES);
+    pub fn new(reserved: &[Reserved], chunk: usize, room: impl Fn(usize) -> bool) -> Option<Self> {
+        let wanted = chunk <= FEW_BYTES / 2 && reserved.iter().any(Reserved::is_better_copied_to);
+        let bytes = [BYTES, FEW_BYTES].into_iter().find(|bytes| wanted && room(*bytes))?;
         let len = chunk.next_multiple_of(HUGE);
-        let places = Places { free: Vec::new(), made: 0, left: BYTES / len };
-        wanted.then(|| Self { heap: PLACES.clone(), len, places: Mutex::new(places), full: Mutex::default() })
+        let places = Places { free: Vec::new(), made: 0, left: bytes / len };
+        Some(Self { heap: PLACES.clone(), len, places: Mutex::new(places), full: Mutex::default() })
     }
 
     /// A landing place; `None` where there is no memory for any, so that chunks are read where they stay.

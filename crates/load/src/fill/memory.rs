@@ -68,8 +68,9 @@ pub(crate) struct Staging {
     pub(crate) heap: Arc<dyn Heap>,
     registrar: Arc<dyn Registrar>,
     slots: Vec<Slot>,
-    /// Buffers made.
+    /// Buffers made, and the most that are.
     buffers: usize,
+    most: usize,
     /// Bytes of a buffer, at most.
     pub(crate) limit: u64,
     /// Bytes of the buffers that are still to be made.
@@ -92,7 +93,7 @@ struct Slot {
 impl Staging {
     /// No buffers yet; each will have at most `limit` bytes.
     pub(crate) fn new(heap: Arc<dyn Heap>, registrar: Arc<dyn Registrar>, limit: u64) -> Self {
-        Self { heap, registrar, slots: Vec::new(), buffers: 0, limit, len: limit }
+        Self { heap, registrar, slots: Vec::new(), buffers: 0, most: MORE_BUFFERS, limit, len: limit }
     }
 
     /// Prepares for files of which the largest has `largest` bytes.
@@ -120,7 +121,7 @@ impl Staging {
     /// Gives all buffers up. Operations in flight keep theirs.
     pub(crate) fn clear(&mut self) {
         self.slots.clear();
-        self.buffers = 0;
+        (self.buffers, self.most) = (0, MORE_BUFFERS);
     }
 
     /// Buffers made, and bytes of each.
@@ -143,7 +144,7 @@ impl Staging {
     ) -> Result<Option<(usize, BufferSlice, Registered)>, Error> {
         let slot = match self.slots.iter().position(|s| s.slice.is_some()) {
             Some(slot) => slot,
-            None if self.buffers < BUFFERS || self.buffers < MORE_BUFFERS && ask(self.len, "reads ahead").is_ok() => {
+            None if self.buffers < BUFFERS || self.may_have_more() => {
                 self.add(clocks)?;
                 return self.take(len, clocks);
             }
@@ -156,6 +157,14 @@ impl Staging {
             self.put_back(slot, rest);
         }
         Ok(front.map(|front| (slot, front, self.slots[slot].via.clone())))
+    }
+
+    /// Whether there may be another buffer for reads in flight. Memory is asked for, and once it lacks, not again.
+    fn may_have_more(&mut self) -> bool {
+        if self.buffers < self.most && dmalane_dma::room().is_some_and(|room| room.bytes < 2 * self.len) {
+            self.most = self.buffers;
+        }
+        self.buffers < self.most
     }
 
     /// Takes a slice of a slot back; with the last one the slot is free.

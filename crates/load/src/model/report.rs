@@ -28,7 +28,8 @@ impl Reads {
                     match sum.stages.iter_mut().find(|s| s.stage == stage.stage) {
                         Some(s) => {
                             (s.busy, s.wall, s.bytes) =
-                                (s.busy + stage.busy, s.wall + stage.wall, s.bytes + stage.bytes)
+                                (s.busy + stage.busy, s.wall + stage.wall, s.bytes + stage.bytes);
+                            s.in_flight = s.in_flight.max(stage.in_flight);
                         }
                         None => sum.stages.push(stage),
                     }

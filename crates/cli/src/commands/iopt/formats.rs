@@ -124,10 +124,10 @@ fn walk_as<F: Format>(image: &Image, root: u64, user: bool, at: u64) -> Result<W
     if user { iopt::walk::<F>(root, at, load) } else { iopt::walk_privileged::<F>(root, at, load) }
 }
 
-/// What tables hold.
+/// The contents of tables.
 #[derive(Default)]
 pub struct Dumped {
-    /// What they map.
+    /// Their mappings.
     pub runs: Vec<DumpRun>,
     /// Entries that are valid, but not understood ([`FaultKind::NotUnderstood`]).
     pub not_understood: u64,
