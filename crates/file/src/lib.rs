@@ -37,6 +37,7 @@ mod error;
 mod op;
 mod options;
 mod queue;
+mod reads;
 mod residency;
 mod ring;
 mod short;
@@ -49,6 +50,7 @@ pub use device::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths
 pub use error::{Error, Fallback};
 pub use options::{FileOptions, How, Io, Mode};
 pub use queue::{FileQueue, Moved};
+pub use reads::SharedReads;
 pub use residency::Residency;
 pub use ring::quarantined_bytes;
 pub use short::read_now;

@@ -68,7 +68,7 @@ impl<A: QueueAddr> Op<A> {
         self.out += 1;
         self.fragments.push(None);
         let index = self.fragments.len() - 1;
-        Some(Request { ask, op: self.ticket.number(), index, direct, file, slice, at, done: 0 })
+        Some(Request { ask, queue: 0, op: self.ticket.number(), index, direct, file, slice, at, done: 0 })
     }
 
     /// Takes a request back that is done, has failed, or will not be made any more.

@@ -3,20 +3,17 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_queue::{
-    Capabilities, Completion, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket, wait_with,
-};
+use dmalane_queue::{Capabilities, Completion, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket};
 use rustix::io::Errno;
 
 use crate::cache::PAGE;
-use crate::error::errno;
 use crate::op::{self, Op};
-use crate::ring::{self, Ask, Request, Ring};
+use crate::reads::{SharedReads, Via};
+use crate::ring::{self, Ask, Request};
 use crate::source::{Source, is_fuse};
-use crate::workers::{Short, Workers};
 use crate::{Error, Fallback, FileOptions, How, Io, Mode, cut};
 
 /// Bytes that a queue has read.
@@ -39,15 +36,20 @@ pub struct Moved {
 /// kernel has not let go of after 10 seconds (threads: 2) is never freed, and counted by
 /// [`quarantined_bytes`](crate::quarantined_bytes).
 ///
-/// Costs two file descriptors, and from the first operation on a third, and some 60 us, for the ring.
+/// Costs two file descriptors, and from the first operation on a third, and some 60 us, for the ring, unless it
+/// [shares](FileQueue::sharing) one.
 pub struct FileQueue {
     source: Source,
     options: FileOptions,
     how: How,
     moved: Moved,
-    ring: Option<Ring>,
-    /// Threads that read where no ring does, and the caller should not wait.
-    workers: Option<Workers>,
+    reads: SharedReads,
+    /// Its number there.
+    number: u64,
+    /// The ring or the threads there that it uses; `None` before the first operation, and where this thread reads.
+    via: Option<Via>,
+    /// Reads that it has given them.
+    out: usize,
     ops: VecDeque<Op<FileOffset>>,
     /// The number of the first operation that may not be cut to its end yet.
     uncut: u64,
@@ -81,13 +83,14 @@ impl FileQueue {
         let options = options.normal();
         let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.buffered);
         let refused = |why| Error::NoUring { path: source.path.clone(), source: why };
-        let ring = match options.io {
+        let reads = SharedReads::default();
+        let via = match options.io {
             Io::Uring if source.nonblocking => return Err(refused(Fallback::NonBlocking)),
             Io::Uring if fuse => return Err(refused(Fallback::Fuse)),
-            Io::Uring => match Ring::new(options.depth) {
-                Ok(ring) => Some(ring),
-                Err(why) => return Err(refused(why)),
-            },
+            Io::Uring => {
+                reads.lock().need_ring(options.depth).map_err(refused)?;
+                Some(Via::Ring)
+            }
             Io::Auto | Io::Pread => None,
         };
         let how = How {
@@ -100,19 +103,32 @@ impl FileQueue {
                 .chain(source.nonblocking.then_some(Fallback::NonBlocking))
                 .collect(),
         };
+        let number = reads.lock().number();
         Ok(Self {
             source,
             options,
             how,
             moved: Moved::default(),
-            ring,
-            workers: None,
+            number,
+            reads,
+            via,
+            out: 0,
             ops: VecDeque::new(),
             uncut: 0,
             again: VecDeque::new(),
             state: QueueState::default(),
             ask_cache: false,
         })
+    }
+
+    /// Reads through the ring that these queues share, or their threads. For a queue that has read nothing yet.
+    #[must_use]
+    pub fn sharing(mut self, reads: &SharedReads) -> Self {
+        if self.via.is_none() {
+            self.reads.lock().forget(self.number);
+            (self.number, self.reads) = (reads.lock().number(), reads.clone());
+        }
+        self
     }
 
     /// Reads blocks that the page cache has as a whole, or that are newer there than on the disk, from there, and only
@@ -197,39 +213,25 @@ impl FileQueue {
             direct &= ask == Ask::Read;
             let past_cache = self.source.direct.as_ref().filter(|_| direct);
             let file = past_cache.map_or(&self.source.buffered, |(file, _)| file).clone();
-            return self.ops[i].cut(len, ask, file, direct);
-        }
-    }
-
-    /// True where a read can be begun that this thread does not wait for.
-    fn has_room(&self) -> bool {
-        match (&self.ring, &self.workers) {
-            (Some(ring), _) => !ring.is_dead() && !ring.is_full(),
-            (None, Some(workers)) => workers.busy() < self.options.depth,
-            (None, None) => false,
+            return self.ops[i].cut(len, ask, file, direct).map(|read| Request { queue: self.number, ..read });
         }
     }
 
     /// Begins reads until there is no room, or until one is for this thread, which is returned: a copy from the page
     /// cache, or, if `direct` says so, any read through it.
     fn push(&mut self, direct: bool) -> Option<Request> {
-        while self.has_room() {
+        let via = self.via?;
+        while self.reads.lock().has_room(via, self.options.depth) {
             let read = self.next_read()?;
             if read.ask == Ask::ReadCached || direct && !read.direct {
                 return Some(read);
             }
-            match (&mut self.ring, &mut self.workers) {
-                (Some(ring), _) => {
-                    if let Err(read) = ring.push(read) {
-                        self.again.push_front(read);
-                    }
-                }
-                (None, Some(workers)) => {
-                    workers.push(read);
-                    self.how.threads = workers.threads();
-                }
-                (None, None) => return Some(read),
+            let mut reads = self.reads.lock();
+            match reads.push(via, read) {
+                Ok(()) => self.out += 1,
+                Err(read) => self.again.push_front(read),
             }
+            self.how.threads = if via == Via::Threads { reads.threads() } else { 0 };
         }
         None
     }
@@ -238,13 +240,8 @@ impl FileQueue {
     fn feed(&mut self, done: &mut Vec<Completion<FileOffset>>) {
         let cached = self.push(false);
         self.enter(None);
-        if let Some(mut read) = cached {
-            let result = ring::pread(&mut read);
-            return self.settle(read, result, done);
-        }
-        if self.ring.as_ref().map_or(self.workers.is_none(), Ring::is_dead)
-            && let Some(mut read) = self.next_read()
-        {
+        let read = if cached.is_none() && self.via.is_none() { self.next_read() } else { cached };
+        if let Some(mut read) = read {
             let result = ring::pread(&mut read);
             self.settle(read, result, done);
         }
@@ -252,19 +249,23 @@ impl FileQueue {
 
     /// Submits the reads in the ring, and waits for the given time.
     fn enter(&mut self, wait: Option<Duration>) {
-        let Some(ring) = &mut self.ring else { return };
-        if let Err(e) = ring.enter(wait) {
-            self.how.uring = false;
-            self.how.reasons.push(Fallback::RingFailed(errno(&e)));
-            self.again.extend(std::iter::from_fn(|| ring.take_back()));
+        let Some(via) = self.via else { return };
+        let entered = self.reads.lock().enter(via, wait);
+        if let Err(reason) = entered {
+            self.give_up(reason);
         }
     }
 
+    /// Reads without a ring from now on.
+    fn give_up(&mut self, reason: Fallback) {
+        (self.how.uring, self.via) = (false, None);
+        self.how.reasons.push(reason);
+    }
+
     fn reap(&mut self, done: &mut Vec<Completion<FileOffset>>) {
-        while let Some((read, result)) = self.ring.as_mut().and_then(Ring::reap) {
-            self.settle(read, result, done);
-        }
-        while let Some((read, result)) = self.workers.as_ref().and_then(Workers::reap) {
+        while self.out > 0 {
+            let Some((read, result)) = self.reads.lock().reap(self.number) else { return };
+            self.out -= 1;
             self.settle(read, result, done);
         }
     }
@@ -335,12 +336,12 @@ impl FileQueue {
 
     /// Makes the ring, or threads in its place, when the first operation comes.
     fn make_ring(&mut self) {
-        if self.ring.is_some() || self.workers.is_some() {
+        if self.via.is_some() || self.state.accepted() > 0 {
             return;
         }
         if self.how.uring {
-            match Ring::new(self.options.depth) {
-                Ok(ring) => return self.ring = Some(ring),
+            match self.reads.lock().need_ring(self.options.depth) {
+                Ok(()) => return self.via = Some(Via::Ring),
                 Err(reason) => {
                     self.how.uring = false;
                     self.how.reasons.push(reason);
@@ -349,7 +350,7 @@ impl FileQueue {
         }
         // What is cached is copied by this thread, whose processor then has it in its cache.
         if self.options.io == Io::Auto && self.options.mode != Mode::Buffered {
-            self.workers = Workers::new(self.options.depth, Short::Returns).ok();
+            self.via = self.reads.lock().need_threads(self.options.depth).then_some(Via::Threads);
         }
     }
 }
@@ -399,17 +400,30 @@ impl Queue for FileQueue {
         done.len() - before
     }
 
+    /// Ends early where something has ended for another queue that shares its ring.
     fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
-        wait_with(self, done, timeout, |this, left| {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let ended = self.poll(done);
+            let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
+            if ended > 0 || self.in_flight() == 0 || left.is_zero() || self.reads.lock().any_ended() {
+                return ended;
+            }
             // Sleep only when the kernel has all that it can be given.
-            let fed = this.again.is_empty() && this.ops.iter().all(|op| op.rest().is_none());
-            if this.ring.as_ref().is_some_and(|ring| ring.busy() > 0 && (fed || ring.is_full())) {
-                this.enter(Some(left));
+            let fed = self.again.is_empty() && self.ops.iter().all(|op| op.rest().is_none());
+            match self.via {
+                Some(via) if fed || !self.reads.lock().has_room(via, self.options.depth) => self.enter(Some(left)),
+                // Requests that a dead ring knows of still complete, without being asked.
+                None if self.out > 0 => std::thread::sleep(left.min(Duration::from_millis(1))),
+                _ => {}
             }
-            if let Some(workers) = this.workers.as_ref().filter(|_| fed || !this.has_room()) {
-                workers.wait(left);
-            }
-        })
+        }
+    }
+}
+
+impl Drop for FileQueue {
+    fn drop(&mut self) {
+        self.reads.lock().forget(self.number);
     }
 }
 
@@ -500,7 +514,7 @@ mod tests {
             };
             let _ticket = queue.submit(read_of(0, LEN)).unwrap();
             queue.flush();
-            let begun = queue.ring.as_ref().unwrap().busy() > 0;
+            let begun = queue.out > 0;
             assert_eq!(begun, queue.how().direct, "{mode:?}: {}", queue.how());
             let done = drain(&mut queue, LONG);
             assert!(bytes(done.into_iter().next().unwrap().operation) == data, "{mode:?}");
@@ -520,7 +534,7 @@ mod tests {
             let _ticket = queue.submit(read_of(0, LEN)).unwrap();
         }
         queue.poll(&mut done);
-        queue.ring.as_mut().unwrap().fail_enter = true;
+        queue.reads.lock().ring().unwrap().fail_enter = true;
         done.extend(drain(&mut queue, LONG));
         assert_eq!(done.len(), 3);
         for c in done {

@@ -65,6 +65,8 @@ pub(crate) enum Ask {
 pub(crate) struct Request {
     /// Which of both.
     pub ask: Ask,
+    /// The number of the queue, where several share a ring.
+    pub queue: u64,
     /// The number of the operation that it is a fragment of.
     pub op: u64,
     /// Which of its fragments.
@@ -183,6 +185,8 @@ impl Ring {
     pub fn new(depth: usize) -> Result<Self, Fallback> {
         let refused = |e: io::Error| Fallback::Ring { errno: errno(&e), cause: why_refused(&e) };
         let uring = IoUring::new(depth as u32).map_err(refused)?;
+        // Reads through the page cache, each on a thread of the kernel: it makes few of them without this (Linux 5.15).
+        let _ = uring.submitter().register_iowq_max_workers(&mut [depth as u32, 0]);
         // Waiting with a timeout, and completions that are never lost.
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(Fallback::OldRing);
@@ -339,7 +343,7 @@ mod tests {
         let slice = heap.allocate(LEN).unwrap().share().into_slice();
         let mut ring = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()?;
         let file = Arc::new(from.into());
-        let read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, slice, at: 0, done: 0 };
+        let read = Request { ask: Ask::Read, queue: 0, op: 0, index: 0, direct: false, file, slice, at: 0, done: 0 };
         assert!(ring.push(read).is_ok());
         ring.enter(None).unwrap();
         ring.enter(Some(Duration::from_millis(5))).unwrap();
@@ -409,7 +413,7 @@ mod tests {
         let mut behind = buffer.share().into_slice();
         let before = behind.split_off_front(LEN).unwrap();
         let slice = behind.split_off_front(LEN).unwrap();
-        let mut read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, slice, at: 0, done: HALF };
+        let mut read = Request { ask: Ask::Read, queue: 0, op: 0, index: 0, direct: false, file, slice, at: 0, done: HALF };
         let check = |read: &Request, moved: i32, how: &str| {
             assert_eq!(moved, HALF as i32, "{how}");
             let bytes = |slice: &BufferSlice| {
@@ -438,11 +442,11 @@ mod tests {
         for index in 1..4 {
             let slice = heap.allocate(LEN).unwrap().share().into_slice();
             let file = file.clone();
-            let read = Request { ask: Ask::Read, op: 0, index, direct: false, file, slice, at: 0, done: 0 };
+            let read = Request { ask: Ask::Read, queue: 0, op: 0, index, direct: false, file, slice, at: 0, done: 0 };
             assert!(ring.push(read).is_ok());
         }
         let slice = heap.allocate(LEN).unwrap().share().into_slice();
-        let read = Request { ask: Ask::Read, op: 0, index: 4, direct: false, file, slice, at: 0, done: 0 };
+        let read = Request { ask: Ask::Read, queue: 0, op: 0, index: 4, direct: false, file, slice, at: 0, done: 0 };
         assert!(ring.push(read).is_err(), "full");
         assert!(ring.take_back().is_none(), "not while it lives");
         ring.fail_enter = true;

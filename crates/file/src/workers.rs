@@ -192,7 +192,7 @@ mod tests {
     }
 
     fn request(file: &Arc<File>, slice: BufferSlice, ask: Ask) -> Request {
-        Request { ask, op: 0, index: 0, direct: false, file: file.clone(), slice, at: 0, done: 0 }
+        Request { ask, queue: 0, op: 0, index: 0, direct: false, file: file.clone(), slice, at: 0, done: 0 }
     }
 
     #[test]
