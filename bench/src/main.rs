@@ -11,11 +11,13 @@ mod gpuvm;
 mod instructions;
 mod iova;
 mod job;
+mod late;
 mod layers;
 mod limits;
 mod link;
 mod load;
 mod lookup;
+mod many;
 mod map_sg;
 mod memory;
 mod mt19937;
@@ -63,9 +65,11 @@ enum Bench {
     AllocRead(alloc_read::Options),
     /// Files of sources with latency, read and loaded, beside the best raw reads
     Slow(slow::Options),
-    /// The server of slow
+    /// Models of many files, cached and served late, beside threads that read the same files
+    Many(many::Options),
+    /// The server of slow and many
     #[command(hide = true)]
-    SlowServer(slow::Serve),
+    LateServer(late::Serve),
     /// Scatter lists into page tables: Linux before and after the patch, ours, the peers, the floor
     MapSg(map_sg::Options),
     /// Look-ups at random addresses
@@ -118,7 +122,8 @@ fn main() -> ExitCode {
         Bench::Load(options) => load::run(&options),
         Bench::AllocRead(options) => alloc_read::run(&options),
         Bench::Slow(options) => slow::run(&options),
-        Bench::SlowServer(options) => return done(slow::serve(&options)),
+        Bench::Many(options) => many::run(&options),
+        Bench::LateServer(options) => return done(late::serve(&options)),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),

@@ -3,31 +3,23 @@
 //! A FUSE server of ours answers each request a given time after it came, at a given rate in all. Rows take turns,
 //! round by round; what was read is compared with what the server gives.
 
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
 use std::error::Error;
-use std::ffi::OsStr;
 use std::fs::File;
 use std::hash::Hasher;
-use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
 use dmalane::device::RamDevice;
 use dmalane::dma::{AnonHeap, Heap, PageKind, Pool, SharedBuf};
 use dmalane::file::read_now;
 use dmalane::{FileOptions, OpenDevice, Placement, ReadOptions, alloc_and_read, open_file};
-use fuser::{
-    Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner, OpenFlags,
-    ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
-};
 use twox_hash::XxHash3_64;
 
+use crate::late::Server;
 use crate::mt19937::Mt19937;
 use crate::report::Report;
 
@@ -52,32 +44,6 @@ pub struct Options {
     rounds: usize,
 }
 
-/// The server, in a process of its own: nothing waits for a process that is gone.
-#[derive(clap::Args)]
-pub struct Serve {
-    folder: PathBuf,
-    size: u64,
-    latency_us: u64,
-    rate: u64,
-}
-
-/// Serves until standard input ends.
-pub fn serve(options: &Serve) -> Result<()> {
-    let latency = Duration::from_micros(options.latency_us);
-    let (bytes, state) = (contents(options.size), Mutex::new(State::default()));
-    let late = Arc::new(Late { bytes, latency, rate: options.rate, state, changed: Condvar::new() });
-    let mut config = Config::default();
-    (config.n_threads, config.clone_fd) = (Some(2), true);
-    let session = fuser::spawn_mount(Files(late.clone()), &options.folder, &config)?;
-    for _ in 0..ANSWERERS {
-        let late = late.clone();
-        std::thread::spawn(move || late.answer());
-    }
-    println!("ready");
-    std::io::stdin().read_to_end(&mut Vec::new())?;
-    Ok(session.umount_and_join()?)
-}
-
 fn contents(size: u64) -> Vec<u8> {
     let mut random = Mt19937::new(1);
     (0..size.div_ceil(4)).flat_map(|_| random.number().to_le_bytes()).take(size as usize).collect()
@@ -90,21 +56,23 @@ const O_DIRECT: i32 = 0o40000;
 
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("slow");
+    let files = tempfile::tempdir()?;
+    let bytes = contents(options.size);
+    std::fs::write(files.path().join("f"), &bytes)?;
     for latency in &options.latency {
-        let server = Server::start(options, Duration::from_secs_f64(latency / 1e3))?;
-        let path = server.folder.path().join("f");
-        source(&format!("FUSE, {latency} ms"), &path, &server, options, &mut report)?;
+        let server = Server::start(files.path(), Duration::from_secs_f64(latency / 1e3), options.rate, false)?;
+        let right = XxHash3_64::oneshot(&bytes);
+        source(&format!("FUSE, {latency} ms"), &server.path().join("f"), right, options, &mut report)?;
     }
     Ok(report)
 }
 
 /// The rows of a source.
-fn source(case: &str, path: &Path, server: &Server, options: &Options, report: &mut Report) -> Result<()> {
+fn source(case: &str, path: &Path, right: u64, options: &Options, report: &mut Report) -> Result<()> {
     let heap = Pool::new(AnonHeap::starting_at(PageKind::Transparent), 2 * options.size as usize);
     let ram = RamDevice::new(options.size + (8 << 20))?;
     let mut device = OpenDevice::new(Box::new(ram), Default::default())?;
     let mut samples: Vec<Vec<f64>> = vec![Vec::new(); DEPTHS.len() + 3];
-    let right = server.hash;
     for round in 0..=options.rounds {
         for row in 0..samples.len() {
             forget(path)?;
@@ -197,141 +165,4 @@ fn hash_of(buf: &SharedBuf) -> u64 {
 /// Nothing of the file is cached.
 fn forget(path: &Path) -> Result<()> {
     Ok(rustix::fs::fadvise(File::open(path)?, 0, None, rustix::fs::Advice::DontNeed)?)
-}
-
-/// A file system of one file, `f`, whose reads are answered late.
-struct Server {
-    hash: u64,
-    process: Child,
-    folder: tempfile::TempDir,
-}
-
-/// Requests that wait for their time.
-struct Late {
-    bytes: Vec<u8>,
-    latency: Duration,
-    rate: u64,
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    /// When the source has given all that was asked for so far.
-    free: Option<Instant>,
-    waiting: BinaryHeap<Reverse<(Instant, u64)>>,
-    replies: HashMap<u64, (u64, u32, ReplyData)>,
-    requests: u64,
-}
-
-/// Threads that answer.
-const ANSWERERS: usize = 2;
-
-impl Server {
-    fn start(options: &Options, latency: Duration) -> Result<Self> {
-        let folder = tempfile::tempdir()?;
-        let numbers = [options.size, latency.as_micros() as u64, options.rate].map(|n| n.to_string());
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg("slow-server").arg(folder.path()).args(numbers).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut process = command.spawn()?;
-        let mut said = [0; 6];
-        process.stdout.as_mut().expect("a pipe").read_exact(&mut said)?;
-        Ok(Self { hash: XxHash3_64::oneshot(&contents(options.size)), process, folder })
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.process.stdin = None;
-        let _ = self.process.wait();
-    }
-}
-
-impl Late {
-    fn answer(&self) {
-        let mut state = locked(&self.state);
-        loop {
-            let now = Instant::now();
-            let due = state.waiting.peek().map(|Reverse((at, _))| *at);
-            match due {
-                Some(at) if at > now => state = self.changed.wait_timeout(state, at - now).expect("no panic").0,
-                Some(_) => {
-                    let Some(Reverse((_, number))) = state.waiting.pop() else { continue };
-                    let Some((offset, size, reply)) = state.replies.remove(&number) else { continue };
-                    drop(state);
-                    let first = (offset as usize).min(self.bytes.len());
-                    let end = (first + size as usize).min(self.bytes.len());
-                    reply.data(&self.bytes[first..end]);
-                    state = locked(&self.state);
-                }
-                None => state = self.changed.wait(state).expect("no panic"),
-            }
-        }
-    }
-}
-
-struct Files(Arc<Late>);
-
-impl Files {
-    fn attr(&self, ino: INodeNo) -> FileAttr {
-        let directory = ino == INodeNo::ROOT;
-        let size = if directory { 0 } else { self.0.bytes.len() as u64 };
-        FileAttr {
-            ino,
-            size,
-            blocks: size / 512,
-            atime: UNIX_EPOCH,
-            mtime: UNIX_EPOCH,
-            ctime: UNIX_EPOCH,
-            crtime: UNIX_EPOCH,
-            kind: if directory { FileType::Directory } else { FileType::RegularFile },
-            perm: 0o755,
-            nlink: 1,
-            uid: 0,
-            gid: 0,
-            rdev: 0,
-            flags: 0,
-            blksize: 4096,
-        }
-    }
-}
-
-impl Filesystem for Files {
-    fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        match name.to_str() {
-            Some("f") => reply.entry(&Duration::from_secs(60), &self.attr(INodeNo(2)), Generation(0)),
-            _ => reply.error(Errno::ENOENT),
-        }
-    }
-
-    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        reply.attr(&Duration::from_secs(60), &self.attr(ino));
-    }
-
-    fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        reply.opened(FileHandle(0), FopenFlags::empty());
-    }
-
-    fn read(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        offset: u64,
-        size: u32,
-        _: OpenFlags,
-        _: Option<LockOwner>,
-        reply: ReplyData,
-    ) {
-        let (now, mut state) = (Instant::now(), locked(&self.0.state));
-        let given = state.free.map_or(now, |free| free.max(now))
-            + Duration::from_secs_f64(f64::from(size) / self.0.rate as f64);
-        state.free = Some(given);
-        state.requests += 1;
-        let number = state.requests;
-        state.waiting.push(Reverse((given + self.0.latency, number)));
-        state.replies.insert(number, (offset, size, reply));
-        drop(state);
-        self.0.changed.notify_one();
-    }
 }

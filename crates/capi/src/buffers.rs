@@ -111,7 +111,7 @@ pub(crate) fn read_ranges(
         };
         let len = match range.len {
             0 => {
-                let kind = sources[source].file.metadata().map_err(|e| kernel(&e))?.file_type();
+                let kind = sources[source].file()?.metadata().map_err(|e| kernel(&e))?.file_type();
                 if !kind.is_file() && !kind.is_block_device() {
                     let what = format_args!("range {i} goes to the end of a stream, which has none");
                     return Err(Refused::new(Number::Kernel(ESPIPE), what));

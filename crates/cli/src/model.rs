@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use dmalane::file::{Error as FileError, Mode};
 use dmalane::load::container;
-use dmalane::load::{Error, Inputs, Manifest, ModelSet};
+use dmalane::load::{Error, Inputs, Manifest, ModelSet, in_parallel, open_inputs};
 use dmalane::{FileOptions, OpenFile};
 
 use crate::failure::Failure;
@@ -46,9 +46,9 @@ impl ReadMode {
         let mut inputs = Inputs::default();
         let found = files(paths)?;
         inputs.whole = found != paths;
-        for path in found {
-            inputs.files.push(open(&path, copied)?.into_input(self.options()).map_err(failure)?);
-        }
+        let found: Vec<_> = found.iter().map(PathBuf::as_path).collect();
+        let files = open_all(&found, copied)?;
+        inputs.files = open_inputs(files, self.options()).map_err(failure)?;
         Ok(inputs)
     }
 }
@@ -77,14 +77,26 @@ fn cannot_read(path: &Path, error: &Error) -> Failure {
 
 /// Opens a file, or `-`, and adds what had to be copied first.
 pub fn open(path: &Path, all: &mut Copied) -> Result<OpenFile, Failure> {
+    let (file, copied) = open_one(path)?;
+    all.add(copied);
+    Ok(file)
+}
+
+/// The same of many files.
+pub fn open_all(paths: &[&Path], all: &mut Copied) -> Result<Vec<OpenFile>, Failure> {
+    let opened = in_parallel(paths.to_vec(), open_one)?;
+    opened.iter().for_each(|(_, copied)| all.add(*copied));
+    Ok(opened.into_iter().map(|(file, _)| file).collect())
+}
+
+fn open_one(path: &Path) -> Result<(OpenFile, Copied), Failure> {
     let source = SourceFile::open(path)?;
     match source.is_stdin() || !source.has_size() {
         true => {
             let SourceFile { file, path, copied, .. } = source.with_size()?;
-            all.add(copied);
-            Ok(OpenFile::new(path, file))
+            Ok((OpenFile::new(path, file), copied))
         }
-        false => OpenFile::open(path).map_err(failure),
+        false => Ok((OpenFile::named(path, source.file).map_err(failure)?, Copied::default())),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fs::Metadata;
 use std::io::{self, BufWriter, ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
@@ -174,17 +174,21 @@ impl Outputs {
 /// The files that are read because a user named them, as far as they are there: besides those of models the index that
 /// stands for them, or that of a folder, and a manifest, which may be standard input.
 pub fn named_files<'a>(named: impl IntoIterator<Item = &'a PathBuf>) -> Vec<(PathBuf, Metadata)> {
-    let within = |path: &PathBuf| match std::fs::read_dir(path) {
-        Ok(entries) if !is_stdin(path) => {
-            entries.flatten().map(|entry| entry.path()).filter(|path| is_index(path)).collect()
-        }
-        _ => vec![path.clone()],
-    };
-    let found = |path: PathBuf| match is_stdin(&path) {
+    let found = |path: &Path| match is_stdin(path) {
         true => Some((PathBuf::from("stdin"), stdin_metadata().ok()?)),
-        false => std::fs::metadata(&path).ok().map(|meta| (path, meta)),
+        false => std::fs::metadata(path).ok().map(|meta| (path.to_owned(), meta)),
     };
-    named.into_iter().flat_map(within).filter_map(found).collect()
+    let mut all = Vec::new();
+    for path in named {
+        match found(path) {
+            Some((_, meta)) if meta.is_dir() && !is_stdin(path) => {
+                let entries = std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+                all.extend(entries.filter(|path| is_index(path)).filter_map(|path| found(&path)));
+            }
+            file => all.extend(file),
+        }
+    }
+    all
 }
 
 /// The files behind a device.

@@ -175,11 +175,8 @@ fn nobody_writes(path: &Path) -> Failure {
 /// Opens a file by name, at once: a pipe without a writer is at its end instead of waiting for one.
 fn open(path: &Path) -> io::Result<File> {
     let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
-    if is_stream(&file.metadata()?.file_type()) {
-        // Reads wait all the same: a writer that is there may be slow.
-        let flags = rustix::fs::fcntl_getfl(&file)?;
-        rustix::fs::fcntl_setfl(&file, flags.difference(OFlags::NONBLOCK))?;
-    }
+    // Reads wait all the same: a writer that is there may be slow, and io_uring would give up.
+    rustix::fs::fcntl_setfl(&file, OFlags::empty())?;
     Ok(file)
 }
 

@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         let begin = Instant::now();
         let mut channel = FileQueue::open(path, FileOptions { mode, io, ..FileOptions::default() })?;
-        let len = channel.file().metadata()?.len();
+        let len = channel.handle().metadata()?.len();
         read(&mut channel, len, buffers)?;
         let seconds = begin.elapsed().as_secs_f64();
         println!("{:.0} MB/s, {}, {:?}", len as f64 / 1e6 / seconds, channel.how(), channel.moved());

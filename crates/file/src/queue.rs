@@ -1,8 +1,7 @@
 //! A file as a queue: operations are cut into kernel reads, and end when all of theirs have.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
@@ -10,10 +9,12 @@ use dmalane_queue::{Capabilities, Completion, Limits, OpError, Operation, Queue,
 use rustix::io::Errno;
 
 use crate::cache::PAGE;
+use crate::error::errno;
+use crate::handle::FileHandle;
 use crate::op::{self, Op};
 use crate::reads::{SharedReads, Via};
 use crate::ring::{self, Ask, Request};
-use crate::source::{Source, is_fuse};
+use crate::source::{Held, Source, is_fuse};
 use crate::{Error, Fallback, FileOptions, How, Io, Mode, cut};
 
 /// Bytes that a queue has read.
@@ -40,6 +41,10 @@ pub struct Moved {
 /// [shares](FileQueue::sharing) one.
 pub struct FileQueue {
     source: Source,
+    /// Its descriptors, while operations are in flight.
+    held: Option<Held>,
+    /// Some of them have failed, since their file could not be opened again.
+    lost: bool,
     options: FileOptions,
     how: How,
     moved: Moved,
@@ -69,20 +74,20 @@ impl FileQueue {
         Self::of(Source::open(path.as_ref(), options.mode)?, options)
     }
 
-    /// Takes a file that was opened before, so that what was learned from it and what is read are of the same file.
-    /// `path` names it in messages. The flags and the position of the open file stay as they are. A file that this user
-    /// may not open is read through the page cache.
+    /// Takes a file that was opened before, so that what was learned from it and what is read are of the same file. The
+    /// flags and the position of the open file stay as they are. A file that this user may not open is read through the
+    /// page cache.
     ///
     /// # Errors
     /// As [`FileQueue::open`]; [`Error::OnlyDirect`].
-    pub fn from_file(file: File, path: impl Into<PathBuf>, options: FileOptions) -> Result<Self, Error> {
-        Self::of(Source::adopt(file, path.into(), options.mode)?, options)
+    pub fn of_handle(file: FileHandle, options: FileOptions) -> Result<Self, Error> {
+        Self::of(Source::adopt(file, options.mode)?, options)
     }
 
     fn of((source, no_direct): (Source, Option<Fallback>), options: FileOptions) -> Result<Self, Error> {
         let options = options.normal();
-        let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.buffered);
-        let refused = |why| Error::NoUring { path: source.path.clone(), source: why };
+        let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.handle);
+        let refused = |why| Error::NoUring { path: source.handle.path().to_owned(), source: why };
         let reads = SharedReads::default();
         let via = match options.io {
             Io::Uring if source.nonblocking => return Err(refused(Fallback::NonBlocking)),
@@ -106,6 +111,8 @@ impl FileQueue {
         let number = reads.lock().number();
         Ok(Self {
             source,
+            held: None,
+            lost: false,
             options,
             how,
             moved: Moved::default(),
@@ -142,11 +149,9 @@ impl FileQueue {
 
     /// True where a block is better copied from the page cache than read past it.
     fn is_cached(&mut self, at: u64, len: usize) -> bool {
-        if !self.ask_cache {
-            return false;
-        }
+        let Some(Held { buffered, .. }) = self.held.as_ref().filter(|_| self.ask_cache) else { return false };
         let len = len as u64;
-        match ring::cachestat(&self.source.buffered, at, len) {
+        match ring::cachestat(buffered, at, len) {
             Ok(pages) => {
                 let all = (at + len).div_ceil(PAGE) - at / PAGE;
                 pages.pages >= all || pages.dirty + pages.writeback > 0
@@ -167,12 +172,12 @@ impl FileQueue {
 
     /// The file's name, as it was given.
     pub fn path(&self) -> &Path {
-        &self.source.path
+        self.source.handle.path()
     }
 
     /// The file, for asking about it.
-    pub fn file(&self) -> &File {
-        &self.source.buffered
+    pub fn handle(&self) -> &FileHandle {
+        &self.source.handle
     }
 
     /// How the file is being read, and why not better.
@@ -187,7 +192,7 @@ impl FileQueue {
 
     /// The modulus by which file offsets and memory addresses must agree for direct I/O; 1 without direct I/O.
     pub fn alignment(&self) -> usize {
-        self.source.direct.as_ref().map_or(1, |(_, align)| align.memory.max(align.offset))
+        self.source.direct.map_or(1, |align| align.memory.max(align.offset))
     }
 
     /// The next kernel read to issue.
@@ -203,16 +208,15 @@ impl FileQueue {
                 self.uncut = op.ticket.number() + 1;
                 continue;
             };
-            let (addr, align) =
-                (rest.as_volatile_slice().as_ptr().addr(), self.source.direct.as_ref().map(|(_, align)| *align));
-            let (len, mut direct) = cut::first(addr, at, rest.len(), self.options.block, align);
+            let addr = rest.as_volatile_slice().as_ptr().addr();
+            let (len, mut direct) = cut::first(addr, at, rest.len(), self.options.block, self.source.direct);
             let ask = match direct && self.is_cached(at, len) {
                 true => Ask::ReadCached,
                 false => Ask::Read,
             };
             direct &= ask == Ask::Read;
-            let past_cache = self.source.direct.as_ref().filter(|_| direct);
-            let file = past_cache.map_or(&self.source.buffered, |(file, _)| file).clone();
+            let held = self.held.as_ref()?;
+            let file = held.direct.as_ref().filter(|_| direct).unwrap_or(&held.buffered).clone();
             return self.ops[i].cut(len, ask, file, direct).map(|read| Request { queue: self.number, ..read });
         }
     }
@@ -282,7 +286,7 @@ impl FileQueue {
             }
             // Where a direct read stops short, the rest need not be aligned: at the end of the file it is not.
             let (addr, len) = (read.rest().as_ptr().addr(), read.rest().len());
-            if let Some((_, align)) = self.source.direct.as_ref().filter(|_| read.direct)
+            if let Some(align) = self.source.direct.filter(|_| read.direct)
                 && align.allows(addr, read.next(), len)
             {
                 return self.again.push_back(read);
@@ -306,7 +310,7 @@ impl FileQueue {
                     self.how.direct = false;
                     let (at, errno) = (FileOffset::new(next), errno.raw_os_error());
                     self.how.reasons.push(Fallback::DirectRead { at, errno });
-                    self.source.forget_direct();
+                    self.source.direct = None;
                 }
                 self.again_buffered(read);
             }
@@ -318,7 +322,8 @@ impl FileQueue {
     }
 
     fn again_buffered(&mut self, read: Request) {
-        self.again.push_back(Request { direct: false, file: self.source.buffered.clone(), ..read });
+        let file = self.held.as_ref().map_or(read.file, |held| held.buffered.clone());
+        self.again.push_back(Request { direct: false, file, ..read });
     }
 
     /// Returns a fragment to its operation, which has ended when it was the last.
@@ -331,6 +336,8 @@ impl FileQueue {
             let completion = op.into_completion(Ok(()));
             self.state.ended();
             done.push(completion);
+            // The last one leaves the file to be closed, where many are read.
+            self.held.take_if(|_| self.ops.is_empty());
         }
     }
 
@@ -377,7 +384,18 @@ impl Queue for FileQueue {
         }
         self.make_ring();
         let ticket = self.state.accept();
-        self.ops.push_back(Op::new(ticket, operation));
+        let mut op = Op::new(ticket, operation);
+        if self.held.is_none() {
+            match self.source.hold() {
+                Ok(held) => self.held = Some(held),
+                Err(e) => {
+                    let at = op.rest().map_or(0, |(_, at)| at);
+                    op.failed = Some((at, OpError::Io { at: FileOffset::new(at), errno: errno(&e) }));
+                    self.lost = true;
+                }
+            }
+        }
+        self.ops.push_back(op);
         Ok(ticket)
     }
 
@@ -394,6 +412,11 @@ impl Queue for FileQueue {
     /// `pread`, makes one read of at most a block, however long that takes.
     fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
         let before = done.len();
+        while let Some(i) = self.ops.iter().position(|op| self.lost && !op.begun && op.failed.is_some()) {
+            done.extend(self.ops.remove(i).map(|op| op.into_completion(Ok(()))));
+            self.state.ended();
+        }
+        self.lost = false;
         self.reap(done);
         self.feed(done);
         self.reap(done);
@@ -429,7 +452,7 @@ impl Drop for FileQueue {
 
 impl std::fmt::Debug for FileQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileQueue({}: {}, {} in flight)", self.source.path.display(), self.how, self.ops.len())
+        write!(f, "FileQueue({}: {}, {} in flight)", self.path().display(), self.how, self.ops.len())
     }
 }
 
@@ -469,7 +492,7 @@ mod tests {
     /// A queue that expects direct I/O at any address and offset, which the file system will refuse.
     fn deceived(path: &Path, mode: Mode, io: Io) -> Option<FileQueue> {
         let mut queue = FileQueue::open(path, FileOptions { io, ..FileOptions::default() }).unwrap();
-        let Some((_, align)) = &mut queue.source.direct else {
+        let Some(align) = &mut queue.source.direct else {
             eprintln!("skipped: {}", queue.how());
             return None;
         };
@@ -568,7 +591,7 @@ mod tests {
         let mut queue = FileQueue::open(file.path(), options).unwrap();
         let _ticket = queue.submit(read_of(0, LEN)).unwrap();
         let reads: Vec<_> = (0..3).map(|_| queue.next_read().unwrap()).collect();
-        assert!(queue.source.direct.is_none() && Arc::ptr_eq(&reads[0].file, &queue.source.buffered));
+        assert!(queue.source.direct.is_none() && Arc::ptr_eq(&reads[0].file, &queue.held.as_ref().unwrap().buffered));
         let mut done = Vec::new();
         for (read, errno) in reads.into_iter().zip([None, Some(Errno::IO), Some(Errno::NXIO)]).rev() {
             assert!(done.is_empty(), "waits for all fragments");

@@ -413,7 +413,8 @@ mod tests {
         let mut behind = buffer.share().into_slice();
         let before = behind.split_off_front(LEN).unwrap();
         let slice = behind.split_off_front(LEN).unwrap();
-        let mut read = Request { ask: Ask::Read, queue: 0, op: 0, index: 0, direct: false, file, slice, at: 0, done: HALF };
+        let mut read =
+            Request { ask: Ask::Read, queue: 0, op: 0, index: 0, direct: false, file, slice, at: 0, done: HALF };
         let check = |read: &Request, moved: i32, how: &str| {
             assert_eq!(moved, HALF as i32, "{how}");
             let bytes = |slice: &BufferSlice| {

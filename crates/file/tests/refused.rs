@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap};
-use dmalane_file::{Error, Fallback, FileOptions, FileQueue, Io};
+use dmalane_file::{Error, Fallback, FileHandle, FileOptions, FileQueue, Io};
 use dmalane_queue::{Operation, run};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::NamedTempFile;
@@ -20,8 +20,10 @@ fn without_a_ring_files_are_read_one_block_at_a_time() {
 
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).unwrap();
-    let demanded =
-        FileQueue::from_file(opened, file.path(), FileOptions { io: Io::Uring, mode, ..FileOptions::default() });
+    let demanded = FileQueue::of_handle(
+        FileHandle::new(opened, file.path()),
+        FileOptions { io: Io::Uring, mode, ..FileOptions::default() },
+    );
     let part = AnonHeap::new().allocate(data.len()).unwrap().share().into_slice().split_at(data.len()).unwrap().0;
     let read = Operation::read(part, FileOffset::new(0));
     let read = run(&mut channel, read, Duration::from_secs(30)).unwrap();

@@ -3,12 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use dmalane_file::{FileOptions, FileQueue, Mode};
+use dmalane_file::{FileOptions, FileQueue, Mode, SharedReads};
 
-use crate::choose::{Choice, workers};
+use crate::choose::{Choice, WORKERS, workers};
 use crate::container::{Model, Tensor};
 use crate::error::Error;
 use crate::open_file::OpenFile;
+use crate::parallel::in_parallel;
 
 /// A file to load, and the queues that read it.
 pub struct Input<S> {
@@ -41,45 +42,52 @@ impl<S> Input<S> {
 /// # Errors
 /// [`Error::Open`], [`Error::File`].
 pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<FileQueue>, Error> {
-    let queue = FileQueue::open(path, options)?;
-    let path = queue.path().to_owned();
-    let file =
-        queue.file().try_clone().map_err(|source| Error::File { path: path.clone(), what: "open it", source })?;
-    choose(OpenFile::new(path, file), queue, options)
+    OpenFile::regular(path)?.into_input(options)
+}
+
+/// Adds to each file the queues that read it, as [`open_file`] does. Those of one worker share a ring.
+///
+/// # Errors
+/// As of [`open_file`].
+pub fn open_inputs(files: Vec<OpenFile>, options: FileOptions) -> Result<Vec<Input<FileQueue>>, Error> {
+    let reads: Vec<_> = (0..WORKERS).map(|_| SharedReads::default()).collect();
+    in_parallel(files, |file| file.into_input_sharing(options, &reads))
 }
 
 impl OpenFile {
+    /// Opens a file or a block device by name, never waiting for the other end of a FIFO.
+    pub(crate) fn regular(path: impl AsRef<Path>) -> Result<Self, Error> {
+        let queue = FileQueue::open(path, FileOptions { mode: Mode::Buffered, ..FileOptions::default() })?;
+        Ok(Self::of_handle(queue.handle().clone()))
+    }
+
     /// Adds the queues that read it, as [`open_file`] does.
     ///
     /// # Errors
     /// [`Error::Open`], [`Error::File`].
     pub fn into_input(self, options: FileOptions) -> Result<Input<FileQueue>, Error> {
-        let queue = self.queue(options)?;
-        choose(self, queue, options)
+        self.into_input_sharing(options, &[])
     }
 
-    fn queue(&self, options: FileOptions) -> Result<FileQueue, Error> {
-        let file = self.file.try_clone().map_err(|source| self.error("open it", source))?;
-        Ok(FileQueue::from_file(file, &self.path, options)?)
-    }
-}
-
-/// Chooses how a file is read that was opened with these options.
-fn choose(source: OpenFile, queue: FileQueue, mut options: FileOptions) -> Result<Input<FileQueue>, Error> {
-    if options.mode != Mode::Auto {
-        return Ok(Input::new(source, queue));
-    }
-    let len = source.size()?;
-    let Choice { mode, fallback, cached } = Choice::new(queue.file(), options.mode, 0..len, len);
-    let first = match fallback {
+    /// The same, each queue with the reads of its worker.
+    fn into_input_sharing(self, mut options: FileOptions, reads: &[SharedReads]) -> Result<Input<FileQueue>, Error> {
+        let asked = options.mode;
+        let len = if asked == Mode::Auto { self.known_size()? } else { 0 };
+        let Choice { mode, fallback, cached } = Choice::new(&*self.file()?, asked, 0..len, len);
+        options.mode = mode;
+        let open = |worker: usize| {
+            let queue = FileQueue::of_handle(self.handle.clone(), options)?;
+            let queue = if asked == Mode::Auto { queue.from_cache_where_cached() } else { queue };
+            Ok(match reads.get(worker) {
+                Some(reads) => queue.sharing(reads),
+                None => queue,
+            })
+        };
+        let first: FileQueue = open(0)?;
         // Without direct I/O, its reason is the one that counts.
-        Some(why) if queue.how().direct => {
-            options.mode = mode;
-            source.queue(options)?.because(why)
-        }
-        _ => queue,
-    };
-    let open = |_| Ok(source.queue(options)?.from_cache_where_cached());
-    let more = (1..workers(cached.map_or(0, |cached| cached.cached))).map(open).collect::<Result<_, Error>>()?;
-    Ok(Input { source, queue: first.from_cache_where_cached(), more })
+        let told = mode == Mode::Buffered || first.how().direct;
+        let queue = fallback.into_iter().filter(|_| told).fold(first, FileQueue::because);
+        let more = (1..workers(cached.map_or(0, |cached| cached.cached))).map(open).collect::<Result<_, Error>>()?;
+        Ok(Input { source: self, queue, more })
+    }
 }

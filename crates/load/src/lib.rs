@@ -29,6 +29,7 @@ mod lock;
 mod manifest;
 mod model;
 mod open_file;
+mod parallel;
 mod parts;
 mod pipeline;
 mod read;
@@ -48,7 +49,7 @@ pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, Op
 pub use difference::{Difference, RegionKind};
 pub use dmalane_device::Placement;
 pub use error::Error;
-pub use input::{Input, open_file};
+pub use input::{Input, open_file, open_inputs};
 pub use layout::{Layout, Place, VaRange};
 pub use manifest::{Manifest, ManifestFile, ManifestRegion};
 pub use model::{
@@ -56,6 +57,7 @@ pub use model::{
     TensorStream, model_heap,
 };
 pub use open_file::{OpenFile, Select};
+pub use parallel::in_parallel;
 pub use read::{AllocRead, Read, ReadFiles, ReadMethod, ReadOptions, alloc_and_read};
 pub use reference::ReferenceRates;
 pub use report::{Report, Verified};

@@ -183,7 +183,7 @@ impl Manifest {
         let (mut lens, mut found, mut pointers) = (Vec::new(), Vec::new(), Vec::new());
         for (input, file) in inputs.iter().zip(&files) {
             let len = input.source.size()?;
-            let pointer = lfs_pointer(&input.source.path, &input.source.file)?;
+            let pointer = lfs_pointer(&input.source.path, &*input.source.file()?)?;
             found.push(len);
             // Of a pointer, no byte is one of the file.
             lens.push(file.filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));

@@ -8,6 +8,8 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use dmalane_file::FileHandle;
+
 use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
 use crate::set::SetFile;
@@ -21,31 +23,42 @@ pub type Select = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 pub struct OpenFile {
     /// Its name in messages; the extension may tell its kind.
     pub path: PathBuf,
-    /// The file.
-    pub file: File,
+    pub(crate) handle: FileHandle,
     /// The tensors that an index lists for it: in a model, the others do not count.
     pub listed: Option<Arc<BTreeSet<String>>>,
     /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
     select: Option<Select>,
     parsed: OnceLock<Arc<Model>>,
-    /// Its path opens it again.
-    pub(crate) by_name: bool,
 }
 
 impl OpenFile {
     /// A file that is open already, and its name in messages.
     pub fn new(path: impl Into<PathBuf>, file: File) -> Self {
-        Self { path: path.into(), file, listed: None, select: None, parsed: OnceLock::new(), by_name: false }
+        Self::of_handle(FileHandle::new(file, path))
     }
 
-    /// Opens a file by name.
+    /// Opens a file by name. Where many are open it is closed, and opened again when it is needed.
     ///
     /// # Errors
     /// [`Error::File`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(|source| Error::File { path: path.to_owned(), what: "open it", source })?;
-        Ok(Self { by_name: true, ..Self::new(path, file) })
+        let failed = |source| Error::File { path: path.to_owned(), what: "open it", source };
+        FileHandle::open(path).map(Self::of_handle).map_err(failed)
+    }
+
+    /// A file that was opened by this name just now, as [`OpenFile::open`] opens it.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn named(path: &Path, file: File) -> Result<Self, Error> {
+        let failed = |source| Error::File { path: path.to_owned(), what: "read its size", source };
+        FileHandle::named(file, path).map(Self::of_handle).map_err(failed)
+    }
+
+    /// The same file.
+    pub fn again(&self) -> Self {
+        Self::of_handle(self.handle.clone())
     }
 
     /// Opens a file of a model.
@@ -56,9 +69,22 @@ impl OpenFile {
         Ok(Self { listed: file.listed.clone(), ..Self::open(&file.path)? })
     }
 
-    /// Opens a file whose header is known.
-    pub(crate) fn parsed(path: &Path, file: File, model: Arc<Model>, select: Option<Select>) -> Self {
-        Self { parsed: OnceLock::from(model), select, ..Self::new(path, file) }
+    pub(crate) fn of_handle(handle: FileHandle) -> Self {
+        let path = handle.path().to_owned();
+        Self { path, handle, listed: None, select: None, parsed: OnceLock::new() }
+    }
+
+    /// A file whose header is known.
+    pub(crate) fn parsed(handle: FileHandle, model: Arc<Model>, select: Option<Select>) -> Self {
+        Self { parsed: OnceLock::from(model), select, ..Self::of_handle(handle) }
+    }
+
+    /// The file, opened again if it was closed.
+    ///
+    /// # Errors
+    /// [`Error::File`], when another file has its name by now, or it was changed.
+    pub fn file(&self) -> Result<Arc<File>, Error> {
+        self.handle.file().map_err(|source| self.error("open it", source))
     }
 
     /// Leaves out the tensors that are not selected.
@@ -76,7 +102,15 @@ impl OpenFile {
     /// # Errors
     /// [`Error::File`] when the kernel does not tell.
     pub fn size(&self) -> Result<u64, Error> {
-        bytes_of(&self.file).map_err(|source| self.error("read its size", source))
+        let meta = self.handle.metadata().map_err(|source| self.error("read its size", source))?;
+        if !meta.file_type().is_block_device() {
+            return Ok(meta.len());
+        }
+        // A block device has no length of its own. The position may be someone else's too.
+        let mut file = &*self.file()?;
+        let position = file.stream_position();
+        let size = position.and_then(|at| Ok((file.seek(SeekFrom::End(0))?, file.seek(SeekFrom::Start(at))?).0));
+        size.map_err(|source| self.error("read its size", source))
     }
 
     pub(crate) fn error(&self, what: &'static str, source: io::Error) -> Error {
@@ -88,12 +122,17 @@ impl OpenFile {
     /// # Errors
     /// [`Error::File`], [`Error::Format`].
     pub fn container(&self) -> Result<&'static Container, Error> {
-        container::kind(&ContainerFile { path: &self.path, file: &self.file, len: self.size()? })
+        container::kind(&ContainerFile { path: &self.path, file: &*self.file()?, len: self.size()? })
     }
 
     /// Refuses a file of no known kind, by what it is.
     pub(crate) fn refuse_raw(&self) -> Result<(), Error> {
-        container::refuse_raw(&ContainerFile { path: &self.path, file: &self.file, len: self.size()? })
+        container::refuse_raw(&ContainerFile { path: &self.path, file: &*self.file()?, len: self.size()? })
+    }
+
+    /// Bytes in it when its header was parsed, or now.
+    pub(crate) fn known_size(&self) -> Result<u64, Error> {
+        self.parsed.get().map_or_else(|| self.size(), |model| Ok(model.len))
     }
 
     /// The selected tensors of the file, as its [`Container`] has them.
@@ -104,8 +143,8 @@ impl OpenFile {
         if let Some(model) = self.parsed.get() {
             return Ok(model);
         }
-        let file = ContainerFile { path: &self.path, file: &self.file, len: self.size()? };
-        let mut model = container::parse(&file)?;
+        let (file, len) = (self.file()?, self.size()?);
+        let mut model = container::parse(&ContainerFile { path: &self.path, file: &file, len })?;
         if let Some(select) = &self.select {
             model.tensors.retain(|tensor| select(&tensor.name));
         }
@@ -115,20 +154,8 @@ impl OpenFile {
 
 impl std::fmt::Debug for OpenFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OpenFile").field("path", &self.path).field("file", &self.file).finish_non_exhaustive()
+        f.debug_struct("OpenFile").field("handle", &self.handle).finish_non_exhaustive()
     }
-}
-
-/// Bytes of a file or block device.
-fn bytes_of(mut file: &File) -> io::Result<u64> {
-    let meta = file.metadata()?;
-    if !meta.file_type().is_block_device() {
-        return Ok(meta.len());
-    }
-    // A block device has no length of its own. The position may be someone else's too.
-    let position = file.stream_position()?;
-    let size = file.seek(SeekFrom::End(0))?;
-    file.seek(SeekFrom::Start(position)).map(|_| size)
 }
 
 /// The kernel's name of an open file.

@@ -107,7 +107,7 @@ fn loads_are_what_the_obvious_loop_does() {
         let mut plain = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
         let mut total = 0;
         for (file, input) in loaded.files.iter().zip(&inputs) {
-            let bytes = pread(&input.source.file);
+            let bytes = pread(&input.source.file().unwrap());
             total += bytes.len() as u64;
             assert_eq!(file.checksum, Some(XxHash3_64::oneshot(&bytes)), "seed {seed}");
             for loaded in file.tensors() {

@@ -65,7 +65,8 @@ impl Files {
     #[staticmethod]
     fn opened(py: Python<'_>, path: PathBuf, name: &str) -> PyResult<Self> {
         let opened = interrupt::quietly(py, || -> Result<_, Failure> {
-            let file = OpenFile::new(name, OpenFile::open(&path)?.file);
+            let file = File::open(&path).map_err(|source| Error::File { path, what: "open it", source })?;
+            let file = OpenFile::new(name, file);
             Ok(HostModel::of_files([file], ModelOptions { refuse_raw: true, ..ModelOptions::default() })?)
         })?;
         Ok(Self { model: OfProcess::new(opened?) })

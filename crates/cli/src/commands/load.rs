@@ -11,7 +11,7 @@ use std::sync::Arc;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::file::FileQueue;
-use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, ModelSet, Select, SetFile};
+use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, ModelSet, Select};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
@@ -245,7 +245,7 @@ impl Load {
         bar.set_length(match !self.run.hashes() && !self.tensors.is_empty() {
             // Nearly: the blocks around them are read too.
             true => inputs.iter().filter_map(|i| i.source.model().ok()).flat_map(|m| &m.tensors).map(|t| t.len).sum(),
-            false => inputs.iter().filter_map(|i| i.source.size().ok()).fold(0, u64::saturating_add),
+            false => inputs.iter().filter_map(|i| i.source.model().ok()).fold(0, |sum, m| sum.saturating_add(m.len)),
         });
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
         let refused = |e| model::differs("nothing was loaded", &e).unwrap_or_else(|| room.load_failure(&e, inputs));
@@ -278,12 +278,9 @@ impl Load {
 
     /// The files, without the tensors that `--tensors` does not name, and what is odd about them.
     fn open_files(&self, set: &ModelSet, copied: &mut Copied) -> Result<(Vec<Input<FileQueue>>, Vec<String>), Failure> {
-        let open = |file: &SetFile| {
-            let mut opened = model::open(&file.path, copied)?;
-            opened.listed.clone_from(&file.listed);
-            Ok(opened)
-        };
-        let files = set.files.iter().map(open).collect::<Result<Vec<_>, Failure>>()?;
+        let paths: Vec<_> = set.files.iter().map(|file| &*file.path).collect();
+        let mut files = model::open_all(&paths, copied)?;
+        files.iter_mut().zip(&set.files).for_each(|(opened, file)| opened.listed.clone_from(&file.listed));
         let patterns = self.tensors.clone();
         let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
         let select = (!self.tensors.is_empty()).then_some(select);

@@ -215,7 +215,7 @@ impl Read {
         let registrar = target.as_ref().map(|target| target.device.registrar());
         let own = registrar.filter(|r| self.heap == HeapKind::Auto && r.only_own_heap());
         let own = own.map(|r| r.heap(Some(self.pages)));
-        let mut read = dmalane::Read::sources(sources.iter().map(again).collect::<Result<Vec<_>, _>>()?)
+        let mut read = dmalane::Read::sources(sources.iter().map(OpenFile::again).collect())
             .job(job)
             .options(self.options())
             .manifest(manifest)
@@ -317,13 +317,7 @@ impl Read {
 fn open(path: &Path, copied: &mut Copied) -> Result<OpenFile, Failure> {
     let file = model::open(path, copied)?;
     if !source::is_stdin(path) {
-        model::refuse_lfs_pointer(path, &file.file)?;
+        model::refuse_lfs_pointer(path, &*file.file()?)?;
     }
     Ok(file)
-}
-
-/// The same open file.
-fn again(source: &OpenFile) -> Result<OpenFile, Failure> {
-    let file = source.file.try_clone()?;
-    Ok(OpenFile::new(source.path.clone(), file))
 }

@@ -103,7 +103,7 @@ fn holes_in_place_of_tensors_are_said() {
 }
 
 #[test]
-fn many_shards_need_no_higher_limit_of_descriptors() {
+fn many_shards_need_few_descriptors() {
     let folder = tempfile::tempdir().unwrap();
     let name = |i: u32| format!("s-{i:05}-of-00120.safetensors");
     for i in 1..=120 {
@@ -113,14 +113,10 @@ fn many_shards_need_no_higher_limit_of_descriptors() {
     let names: Vec<String> = (1..=120).map(name).collect();
     index(folder.path(), &names.iter().map(|name| &**name).collect::<Vec<_>>());
     for args in ["load", "load -d ram:8MiB", "read", "manifest"] {
-        let line = format!("bash -c 'ulimit -Sn 64; exec $DMALANE {args} {}'", folder.path().display());
+        let line = format!("bash -c 'ulimit -n 64; exec $DMALANE {args} {}'", folder.path().display());
         let output = dmalane(&line, folder.path());
         assert!(output.status.success(), "{args}: {}", text(&output));
     }
-    // The hard limit is the kernel's word.
-    let output =
-        dmalane(&format!("bash -c 'ulimit -n 64; exec $DMALANE load {}'", folder.path().display()), folder.path());
-    assert!(output.status.code() == Some(1) && text(&output).contains("Too many open files"), "{}", text(&output));
 }
 
 #[test]

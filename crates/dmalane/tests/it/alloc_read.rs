@@ -180,7 +180,7 @@ fn pages_that_are_not_on_the_disk_yet_do_not_decide_for_the_rest_of_the_file() {
     forget(&file);
     file.as_file().write_all_at(&data[..4096], 0).unwrap();
     let mut input = dmalane::open_file(file.path(), dmalane::FileOptions::default()).unwrap();
-    let seen = dmalane::file::residency(&input.source.file, 0, 8 << 20).unwrap_or_default();
+    let seen = dmalane::file::residency(&input.source.file().unwrap(), 0, 8 << 20).unwrap_or_default();
     if seen.dirty == 0 || seen.cached > 1 << 20 || !input.queue.how().direct {
         return println!("SKIPPED: {}, or nothing is dirty: {seen:?}", input.queue.how());
     }

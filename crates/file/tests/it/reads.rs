@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use dmalane_file::{Error, Fallback, FileOptions, FileQueue, Io, Mode, Moved};
+use dmalane_file::{Error, Fallback, FileHandle, FileOptions, FileQueue, Io, Mode, Moved};
 use dmalane_queue::{Capabilities, OpError, Operation, Queue, Refusal, RunError, conformance::host_bytes, drain, run};
 use proptest::prelude::*;
 use tempfile::{NamedTempFile, TempDir};
@@ -234,7 +234,7 @@ fn a_file_that_may_not_be_read() {
             "{e}"
         );
         // Opened by somebody who may, it can be read, but not be opened once more for direct I/O.
-        let mut channel = FileQueue::from_file(opened, "lent", FileOptions::default()).unwrap();
+        let mut channel = FileQueue::of_handle(FileHandle::new(opened, "lent"), FileOptions::default()).unwrap();
         assert_eq!(channel.path(), Path::new("lent"));
         let reasons = &channel.how().reasons;
         assert_eq!(reasons.len(), 1, "{reasons:?}");
@@ -242,12 +242,12 @@ fn a_file_that_may_not_be_read() {
         let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
         assert!(host_bytes(&read) == noise(100_000)[1..99_001]);
         // io_uring takes a non-blocking descriptor literally, so it is left alone.
-        let mut channel = FileQueue::from_file(nonblocking, "lent", FileOptions::default()).unwrap();
+        let mut channel = FileQueue::of_handle(FileHandle::new(nonblocking, "lent"), FileOptions::default()).unwrap();
         assert!(!channel.how().uring && channel.how().reasons.contains(&Fallback::NonBlocking));
         let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
         assert!(host_bytes(&read) == noise(100_000)[1..99_001]);
         if let Ok(unaligned) = unaligned {
-            let e = FileQueue::from_file(unaligned, "lent", FileOptions::default()).unwrap_err();
+            let e = FileQueue::of_handle(FileHandle::new(unaligned, "lent"), FileOptions::default()).unwrap_err();
             assert!(matches!(e, Error::OnlyDirect { .. }), "{e}");
         }
     });
@@ -270,7 +270,8 @@ fn the_descriptor_of_someone_else_stays_as_it_was() {
             let before = fcntl_getfl(&lent).unwrap();
             let copy = lent.try_clone().unwrap();
             let mut channel =
-                FileQueue::from_file(copy, "lent", FileOptions { mode, ..FileOptions::default() }).unwrap();
+                FileQueue::of_handle(FileHandle::new(copy, "lent"), FileOptions { mode, ..FileOptions::default() })
+                    .unwrap();
             let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
             assert!(host_bytes(&read) == data[1..99_001]);
             assert_eq!(fcntl_getfl(&lent).unwrap(), before, "{mode:?}");
@@ -285,7 +286,8 @@ fn the_descriptor_of_someone_else_stays_as_it_was() {
 fn an_opened_file_is_the_one_that_is_read() {
     let file = file(&noise(100_000));
     let mut channel =
-        FileQueue::from_file(File::open(file.path()).unwrap(), file.path(), FileOptions::default()).unwrap();
+        FileQueue::of_handle(FileHandle::new(File::open(file.path()).unwrap(), file.path()), FileOptions::default())
+            .unwrap();
     let other = TempDir::new_in(DISK).unwrap();
     std::fs::write(other.path().join("impostor"), vec![0; 100_000]).unwrap();
     std::fs::rename(other.path().join("impostor"), file.path()).unwrap();

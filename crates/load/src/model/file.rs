@@ -1,27 +1,26 @@
 //! A file of a model: its name, its header, and the hashes that it must have.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, Metadata};
+use std::fs::{self, File};
+use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 
+use dmalane_file::FileHandle;
 use rustix::fs::SeekFrom;
+use rustix::io::Errno;
 
 use crate::container::{FormatError, Model, gguf};
 use crate::error::Error;
 use crate::manifest::ManifestFile;
 use crate::open_file::{OpenFile, Select};
 
-/// A file of a model. It is opened for each read, so that a model of 1000 files needs no 1000 descriptors.
+/// A file of a model. It is closed where many others are used after it, and opened again when it is read.
 pub struct ModelFile {
-    path: PathBuf,
+    handle: FileHandle,
     contents: Arc<Model>,
-    /// Device, inode, bytes and time of the last change when the header was read.
-    identity: (u64, u64, u64, i64, i64),
-    /// A file that has no name to open it by.
-    kept: Option<File>,
     listed: Option<Arc<BTreeSet<String>>>,
     /// Which of its tensors count; `None` for all.
     select: Option<Select>,
@@ -50,25 +49,20 @@ fn holes(file: &File, ranges: impl Iterator<Item = Range<u64>>) -> u64 {
     bytes
 }
 
-fn identity(meta: &Metadata) -> (u64, u64, u64, i64, i64) {
-    (meta.dev(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec())
-}
-
 impl ModelFile {
-    /// Reads the header of a file, and keeps it open where its name does not open it again.
+    /// Reads the header of a file.
     pub(super) fn new(file: OpenFile) -> Result<Self, Error> {
         let contents = file.model()?.clone();
-        let meta = file.file.metadata().map_err(|source| file.error("read its size", source))?;
-        let OpenFile { path, file, listed, by_name, .. } = file;
-        let kept = (!by_name).then_some(file);
-        let (behind, identity) = (gguf::behind(&contents), identity(&meta));
-        Ok(Self { path, contents, identity, kept, listed, select: None, behind, expected: None })
+        let (behind, OpenFile { handle, listed, .. }) = (gguf::behind(&contents), file);
+        Ok(Self { handle, contents, listed, select: None, behind, expected: None })
     }
 
     /// Bytes of its tensors that the file system has no blocks for, or none that were written. 0 where the file is not
     /// the one that was parsed.
     pub(super) fn hole(&self) -> u64 {
-        let Ok(OpenFile { file, .. }) = self.open() else { return 0 };
+        // With as many blocks as it has bytes, it has no hole worth a name.
+        let sparse = self.handle.metadata().is_ok_and(|meta| meta.is_file() && meta.blocks() * 512 < meta.len());
+        let Ok(file) = sparse.then(|| self.open()?.file()).unwrap_or(Err(Error::Closed)) else { return 0 };
         let tensors = self.contents.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
         // The position may be someone else's too.
         let position = rustix::fs::tell(&file);
@@ -98,7 +92,7 @@ impl ModelFile {
 
     /// Its name.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.handle.path()
     }
 
     /// Its length, its kind, its tensors and its metadata.
@@ -111,30 +105,20 @@ impl ModelFile {
     /// # Errors
     /// [`Error::Changed`], [`Error::File`].
     pub fn open(&self) -> Result<OpenFile, Error> {
-        let failed = |what, source| Error::File { path: self.path.clone(), what, source };
-        let same = |meta: Metadata| {
-            let (now, before) = (identity(&meta), self.identity);
-            // Writes to a block device change its time. The number of a file that is gone may be another's.
-            let device = meta.file_type().is_block_device() && (now.0, now.1) == (before.0, before.1);
-            let same = device || now == before;
-            same.then_some(()).ok_or(Error::Changed { path: self.path.clone(), before: before.2, now: now.2 })
-        };
-        let file = match &self.kept {
-            Some(file) => file.try_clone(),
-            None => {
-                // Before it is opened: a pipe that took its place would wait for a writer.
-                same(fs::metadata(&self.path).map_err(|e| failed("open it", e))?)?;
-                File::open(&self.path)
+        let failed = |source: io::Error| match Errno::from_io_error(&source) {
+            Some(Errno::STALE) => {
+                let now = fs::metadata(self.path()).map_or(0, |meta| meta.len());
+                Error::Changed { path: self.path().to_owned(), before: self.contents.len, now }
             }
+            _ => Error::File { path: self.path().to_owned(), what: "open it", source },
         };
-        let file = file.map_err(|e| failed("open it", e))?;
-        same(file.metadata().map_err(|e| failed("read its size", e))?)?;
-        Ok(OpenFile::parsed(&self.path, file, self.contents.clone(), self.select.clone()))
+        self.handle.check().map_err(failed)?;
+        Ok(OpenFile::parsed(self.handle.clone(), self.contents.clone(), self.select.clone()))
     }
 
     /// The file is not what a model may have.
     pub(super) fn bad(&self, source: FormatError) -> Error {
-        Error::Format { path: self.path.clone(), source }
+        Error::Format { path: self.path().to_owned(), source }
     }
 
     /// Refuses arrays by columns: tensors are stored by rows.

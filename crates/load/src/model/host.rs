@@ -25,9 +25,10 @@ use crate::container::{FormatError, Tensor};
 use crate::device::{Loaded, OpenDevice};
 use crate::error::Error;
 use crate::fill::{Extent, Job, Watch};
-use crate::input::Input;
+use crate::input::{Input, open_inputs};
 use crate::manifest::Manifest;
 use crate::open_file::{OpenFile, Select};
+use crate::parallel::in_parallel;
 use crate::set::{self, ModelSet};
 
 /// Bytes that reference rates are measured with, at most; and a huge page, so that a pool keeps all of its memory.
@@ -115,8 +116,7 @@ impl HostModel {
     /// a tensor of one name, and what the manifest finds in headers.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, Error> {
         let ModelSet { files, left_out } = ModelSet::of(paths)?;
-        let open = |file| options.file(OpenFile::of(file)?);
-        let files = files.iter().map(open).collect::<Result<_, _>>()?;
+        let files = in_parallel(files, |file| options.file(OpenFile::of(&file)?))?;
         Ok(Self { left_out: Arc::new(left_out), ..Self::new(files, options)? })
     }
 
@@ -125,7 +125,7 @@ impl HostModel {
     /// # Errors
     /// As of [`HostModel::open`].
     pub fn of_files(files: impl IntoIterator<Item = OpenFile>, options: ModelOptions) -> Result<Self, Error> {
-        let files = files.into_iter().map(|file| options.file(file)).collect::<Result<_, _>>()?;
+        let files = in_parallel(files.into_iter().collect(), |file| options.file(file))?;
         Self::new(files, options)
     }
 
@@ -323,11 +323,11 @@ impl HostModel {
     /// [`Error`].
     pub fn inputs(&self, options: FileOptions) -> Result<Vec<Input<FileQueue>>, Error> {
         self.reader.check_open()?;
-        let input = |file: &ModelFile| {
+        let open = |file: &ModelFile| {
             file.check_rows()?;
-            file.open()?.into_input(options)
+            file.open()
         };
-        self.reader.files.iter().map(input).collect()
+        open_inputs(in_parallel(self.reader.files.iter().collect(), open)?, options)
     }
 
     /// Loads the model onto a device: every tensor is bound at its own device virtual address, and compared with the

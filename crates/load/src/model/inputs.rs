@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use dmalane_file::{FileOptions, FileQueue};
 
 use crate::error::Error;
-use crate::input::{Input, open_file};
+use crate::input::{Input, open_inputs};
+use crate::open_file::OpenFile;
+use crate::parallel::in_parallel;
 use crate::set::ModelSet;
 
 /// The files of models, as [`ModelSet::find`] finds them, with the queues that read them.
@@ -26,7 +28,7 @@ impl Inputs {
         let named: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
         let found: Vec<PathBuf> = ModelSet::of(&named)?.files.into_iter().map(|file| file.path).collect();
         let whole = found != named;
-        let files = found.into_iter().map(|path| open_file(path, options)).collect::<Result<_, _>>()?;
+        let files = open_inputs(in_parallel(found, OpenFile::regular)?, options)?;
         Ok(Self { files, whole })
     }
 

@@ -107,7 +107,7 @@ fn gather(
     let total = runs.len() as u64 * run;
     let charge = reader.budget.take(total.next_multiple_of(PAGE))?;
     let of = &reader.files[file];
-    let source = of.open()?;
+    let file = of.open()?.file()?;
     let buf = model_heap().allocate(total as usize)?.share();
     let mut scratch = Vec::new();
     let (mut first, mut to) = (0, 0);
@@ -125,7 +125,7 @@ fn gather(
             return Err(Error::Fill(FillError::Cancelled { done: to as u64, of: total }));
         }
         scratch.resize((runs[end - 1] + run - runs[first]) as usize, 0);
-        let read = source.file.read_exact_at(&mut scratch, at + runs[first]);
+        let read = file.read_exact_at(&mut scratch, at + runs[first]);
         read.map_err(|source| Error::File { path: of.path().to_owned(), what: "read it", source })?;
         for start in &runs[first..end] {
             let from = (start - runs[first]) as usize;

@@ -63,10 +63,11 @@ pub fn alloc_and_read(
     let path = name(file);
     let open = |source| Error::File { path: path.clone(), what: "open it", source };
     let kind = file.metadata().map_err(open)?.file_type();
-    let source = OpenFile::new(path.clone(), file.try_clone().map_err(open)?);
+    let again = file.try_clone().map_err(open)?;
     if end.is_none() && is_stream(&kind) {
-        return stream::to_end(heap, source, start, options);
+        return stream::to_end(heap, (path, again), start, options);
     }
+    let source = OpenFile::new(path, again);
     let len = match end {
         Some(end) => end.saturating_sub(start),
         None => source.size()?.saturating_sub(start),

@@ -1,6 +1,7 @@
 //! Shareable memory filled from the page cache, by copying to it instead of touching it.
 
 use std::fs::File;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::fill::FillCached;
@@ -12,15 +13,15 @@ use dmalane_file::residency;
 const PAGE: u64 = 4096;
 
 /// Copies what is cached to the memfd: pages that are touched instead are zeroed first.
-pub(super) struct FromCache<'a> {
+pub(super) struct FromCache {
     /// For each source its file and what the job needs of it, if it could be mapped. Mapped once: mapping and unmapping
     /// wait for workers that populate.
-    pub files: Vec<Option<(&'a File, FileMapping)>>,
+    pub files: Vec<Option<(Arc<File>, FileMapping)>>,
     /// For each source how many bytes were copied.
     pub copied: Vec<AtomicU64>,
 }
 
-impl FillCached for FromCache<'_> {
+impl FillCached for FromCache {
     fn fill(&self, absent: Absent, source: usize, at: FileOffset, len: usize) -> Result<BufferSlice, Absent> {
         let Some((file, mapping)) = &self.files[source] else { return Err(absent) };
         // Whole pages are counted, so whole pages are asked about.

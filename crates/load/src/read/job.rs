@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dmalane_dma::{FileMapping, PageKind};
-use dmalane_file::{Fallback, How, Mode, Moved};
+use dmalane_file::{Fallback, How, Mode, Moved, SharedReads};
 use dmalane_queue::DeviceAddr;
 
 use super::cached::FromCache;
@@ -22,10 +22,10 @@ use crate::open_file::OpenFile;
 pub(super) type Onto<'a> = (&'a mut OpenDevice, &'a [DeviceAddr]);
 
 /// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
-pub(super) fn read<'a>(
+pub(super) fn read(
     memory: BufferMemory<'_>,
     onto: Option<Onto<'_>>,
-    sources: &'a [OpenFile],
+    sources: &[OpenFile],
     job: &Job,
     options: &ReadOptions,
     watch: &mut Watch<'_>,
@@ -44,17 +44,19 @@ pub(super) fn read<'a>(
     let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
     let mut workers = Vec::new();
     for _ in 0..count.clamp(1, 64) {
-        let open = |(source, plan): (&OpenFile, &Plan)| Source::open(source, plan);
+        let reads = SharedReads::default();
+        let open = |(source, plan): (&OpenFile, &Plan)| Source::open(source, plan, &reads);
         workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, Error>>()?);
     }
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
     let from_cache_first = options.mode != Mode::Direct;
-    let map = |(source, plan): (&'a OpenFile, &Plan)| {
+    let map = |(source, plan): (&OpenFile, &Plan)| {
         let some = from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);
         let some = some && (writable || plan.options.mode == Mode::Auto);
-        let mapping = some.then(|| FileMapping::new(source.file.as_fd(), plan.first..plan.end).ok()).flatten();
-        mapping.map(|mapping| (&source.file, mapping))
+        let file = some.then(|| source.file().ok()).flatten()?;
+        let mapping = FileMapping::new(file.as_fd(), plan.first..plan.end).ok()?;
+        Some((file, mapping))
     };
     let from_cache = FromCache {
         files: sources.iter().zip(&plans).map(map).collect(),

@@ -39,7 +39,7 @@ pub(super) fn plan(
     options: &ReadOptions,
     copied_to: bool,
 ) -> Result<Plan, Error> {
-    let kind = source.file.metadata().map_err(|e| source.error("open it", e))?.file_type();
+    let kind = source.handle.metadata().map_err(|e| source.error("open it", e))?.file_type();
     let extents = job.extents.iter().filter(|e| e.source == index && e.len > 0);
     let (mut first, mut end, mut bytes) = (u64::MAX, 0, 0u64);
     for e in extents {
@@ -58,7 +58,7 @@ pub(super) fn plan(
     if end > size && kind.is_file() {
         return Err(Error::PastEnd { path: source.path.clone(), end, size });
     }
-    let Choice { mode, fallback, mut cached } = Choice::new(&source.file, options.mode, first..end, bytes);
+    let Choice { mode, fallback, mut cached } = Choice::new(&*source.file()?, options.mode, first..end, bytes);
     let mut reason = match (options.mode, fallback, cached) {
         (Mode::Direct, ..) => "direct I/O was asked for".to_owned(),
         (Mode::Buffered, ..) => "buffered I/O was asked for".to_owned(),
@@ -68,7 +68,7 @@ pub(super) fn plan(
     };
     if options.mode == Mode::Buffered && bytes > 0 {
         // Cached pages are copied to memfds.
-        cached = residency(&source.file, first, end - first).ok();
+        cached = residency(&*source.file()?, first, end - first).ok();
     }
     let short = bytes <= SHORT;
     if short {

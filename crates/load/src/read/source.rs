@@ -1,7 +1,7 @@
 //! A file or a stream as one kind of queue.
 
 use dmalane_addr::FileOffset;
-use dmalane_file::{FileQueue, How, Mode, Moved, StreamQueue};
+use dmalane_file::{FileQueue, How, Mode, Moved, SharedReads, StreamQueue};
 use dmalane_queue::Queue;
 
 use super::plan::Plan;
@@ -14,12 +14,12 @@ pub(super) enum Source {
 }
 
 impl Source {
-    pub fn open(source: &OpenFile, plan: &Plan) -> Result<Self, Error> {
-        let file = source.file.try_clone().map_err(|e| source.error("open it", e))?;
+    pub fn open(source: &OpenFile, plan: &Plan, reads: &SharedReads) -> Result<Self, Error> {
         if plan.stream {
+            let file = source.file()?.try_clone().map_err(|e| source.error("open it", e))?;
             return Ok(Self::Stream(Box::new(StreamQueue::new(file, plan.options.depth))));
         }
-        let queue = FileQueue::from_file(file, source.path.clone(), plan.options)?;
+        let queue = FileQueue::of_handle(source.handle.clone(), plan.options)?.sharing(reads);
         Ok(Self::File(Box::new(match plan.options.mode {
             Mode::Auto => queue.from_cache_where_cached(),
             Mode::Direct | Mode::Buffered => queue,

@@ -1,7 +1,9 @@
 //! A pipe or socket, read to an end that nobody knows beforehand.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::hash::Hasher;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::fill::{FillError, FillReport, FilledBuf, broken};
@@ -14,19 +16,23 @@ use twox_hash::XxHash3_64;
 use super::method::{AllocRead, ReadMethod};
 use super::options::ReadOptions;
 use crate::error::Error;
-use crate::open_file::OpenFile;
 
 /// Bytes of an intermediate buffer: few, since the last one is used in part.
 const CHUNK: usize = 4 << 20;
 
 /// Reads what comes into chunks, and when it has ended, into one buffer as large as it was; chunks are freed as they
 /// are copied.
-pub(super) fn to_end(heap: &dyn Heap, source: OpenFile, skip: u64, options: &ReadOptions) -> Result<AllocRead, Error> {
+pub(super) fn to_end(
+    heap: &dyn Heap,
+    (path, file): (PathBuf, File),
+    skip: u64,
+    options: &ReadOptions,
+) -> Result<AllocRead, Error> {
     let start = Instant::now();
     let memory = |source| Error::Fill(FillError::Memory { buffer: 0, source });
     let deadline = options.fill.time_limit.and_then(|limit| start.checked_add(limit));
     let late = |done: usize| Error::Fill(FillError::Deadline { done: done as u64, of: None });
-    let (path, mut queue) = (source.path, StreamQueue::new(source.file, 1));
+    let mut queue = StreamQueue::new(file, 1);
     let (mut chunks, mut len) = (VecDeque::new(), 0);
     loop {
         let at = skip + len as u64;

@@ -10,8 +10,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
 use self::names::{LISTED, Name, choose, listed, whole_set};
 use crate::container::{CONTAINERS, Model, gguf, short};
 use crate::error::Error;
@@ -46,8 +44,7 @@ pub fn is_index(path: &Path) -> bool {
 }
 
 impl ModelSet {
-    /// The files of models, named by several paths. Where there are more of them than the process may have descriptors
-    /// for, its soft limit (`RLIMIT_NOFILE`) is raised to the hard one.
+    /// The files of models, named by several paths.
     ///
     /// # Errors
     /// As of [`ModelSet::find`].
@@ -58,7 +55,6 @@ impl ModelSet {
             all.files.extend(files);
             all.left_out.extend(left_out);
         }
-        allow_descriptors(all.files.len() as u64);
         Ok(all)
     }
 
@@ -103,7 +99,10 @@ impl ModelSet {
         for entry in fs::read_dir(path).map_err(failed)? {
             let entry = entry.map_err(failed)?;
             let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
-            if !hidden && !entry.path().is_dir() {
+            // Of a link, its end counts.
+            let is_dir =
+                entry.file_type().map_or(false, |kind| kind.is_dir() || kind.is_symlink() && entry.path().is_dir());
+            if !hidden && !is_dir {
                 names.insert(entry.path());
             }
         }
@@ -167,18 +166,6 @@ fn in_cache(path: &Path) -> Result<Option<PathBuf>, Error> {
         return Err(unknown(path, io::ErrorKind::NotFound, why));
     }
     Ok(folder)
-}
-
-/// Descriptors that an open file of a model takes, at most: its own, and one and a ring for each worker.
-const DESCRIPTORS: u64 = 9;
-
-/// Raises the soft limit of descriptors where these files could need more. Where that is not enough, opening them says
-/// so.
-fn allow_descriptors(files: u64) {
-    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
-    if current.is_some_and(|current| current < files.saturating_mul(DESCRIPTORS).saturating_add(64)) {
-        let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-    }
 }
 
 /// Whether a folder may stand for a file of this name.

@@ -1,6 +1,6 @@
 //! Names of files in a folder tell which of them are one model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::index::MAX_FILES;
@@ -78,11 +78,11 @@ pub(super) fn choose(files: Vec<PathBuf>) -> Result<Chosen, String> {
     }
     let mut left_out = Vec::new();
     let is_whole = |stem: &str| WHOLE.contains(&stem);
-    let stems: Vec<String> = groups.keys().map(|(stem, _)| stem.clone()).collect();
+    let stems: BTreeSet<String> = groups.keys().map(|(stem, _)| stem.clone()).collect();
     // `qwen2.5` is no variant of `qwen2`.
     let base = |stem: &str| {
         let (base, _) = stem.split_once('.')?;
-        (is_whole(base) && stems.iter().any(|other| other == base)).then(|| base.to_owned())
+        (is_whole(base) && stems.contains(base)).then(|| base.to_owned())
     };
     let has_whole = stems.iter().any(|stem| is_whole(stem));
     // One rule after the other, as long as there are several.
@@ -110,7 +110,8 @@ pub(super) fn choose(files: Vec<PathBuf>) -> Result<Chosen, String> {
     }
     let files: Vec<PathBuf> = groups.into_values().flatten().collect();
     if let Some(Name { shard: Some(shard), .. }) = files.first().map(|file| Name::of(file)) {
-        whole_set(&files[0], shard, |path| files.iter().any(|file| file == path))?;
+        let there: HashSet<&Path> = files.iter().map(PathBuf::as_path).collect();
+        whole_set(&files[0], shard, |path| there.contains(path))?;
     }
     left_out.sort();
     Ok((files, left_out))

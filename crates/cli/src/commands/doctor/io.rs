@@ -9,7 +9,7 @@ use std::time::Duration;
 use dmalane::FileOptions;
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, Heap};
-use dmalane::file::{Error, Fallback, FileQueue, Io, Mode};
+use dmalane::file::{Error, Fallback, FileHandle, FileQueue, Io, Mode};
 use dmalane::queue::{OpError, Operation, RunError, run};
 
 use super::check::{Check, Subject};
@@ -53,7 +53,7 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
     let options = FileOptions::for_mode(Mode::Direct);
     let opened = match kind.is_dir().then(|| scratch(path)) {
         None => FileQueue::open(path, options),
-        Some(Ok(file)) => FileQueue::from_file(file, path, options),
+        Some(Ok(file)) => FileQueue::of_handle(FileHandle::new(file, path), options),
         Some(Err(e)) => {
             return Ok(
                 subject.note(format!("not tried: cannot create a file in {at} ({e}); name a file in it instead"))
