@@ -17,7 +17,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::account::{Account, Charge};
 use crate::fork::trim;
 use crate::function::Function;
-use crate::guard::Guard;
+use crate::guard::{Guard, Watched};
 use crate::page::{PAGE_BYTES, Page};
 use crate::peer::Peer;
 use crate::socket;
@@ -59,6 +59,7 @@ pub(crate) enum Handled {
 type Key = (u64, u64);
 
 struct Buffer {
+    _watched: Option<Watched>,
     buf: SharedBuf,
     /// Mappings that contain a part of it.
     maps: usize,
@@ -91,8 +92,9 @@ pub(crate) struct Connection {
     pub function: Option<Arc<Function>>,
     /// Wakes the worker.
     pub alarm: Arc<Alarm>,
-    /// Watches memory of the client, where the kernel allows that.
+    /// Watches memory of the client, where the kernel allows that; the register page to the end.
     guard: Option<Guard>,
+    page: Option<Watched>,
 }
 
 impl Connection {
@@ -115,6 +117,7 @@ impl Connection {
             function: None,
             alarm: Arc::new(Alarm::new()?),
             guard: Guard::new().ok(),
+            page: None,
         })
     }
 
@@ -265,25 +268,24 @@ impl Connection {
         }
         let mut fds = fds.into_iter();
         let (Some(page), Some(kick)) = (fds.next(), fds.next()) else { unreachable!("counted above") };
-        let page = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad(format!("the register page: {e}")))?;
+        let imported = self.import(page, 2 * PAGE_BYTES as u64);
+        let (page, watched) = imported.map_err(|e| bad(format!("the register page: {e}")))?;
         page.populate(0, page.len()).map_err(|e| bad(format!("the register page: {e}")))?;
         let page = Page::of(page).ok_or_else(|| bad("the register page is too short".to_owned()))?;
         let shared = (page, kick, fds.collect());
         let function = Function::new(limits, (ddr, hbm), shared, self.seat, &state.accounts)?;
         self.alarm.listen(&function).map_err(|e| bad(format!("the kick descriptor: {e}")))?;
-        self.function = Some(Arc::new(function));
+        (self.function, self.page) = (Some(Arc::new(function)), watched);
         let answer =
             OpenAnswer { ddr: ddr.into(), hbm: hbm.into(), queues: queues.into(), reserved: Default::default() };
         Ok((answer.as_bytes().to_vec(), Vec::new()))
     }
 
     /// Maps a memfd of the client, whose missing pages are not made where the kernel can be told so.
-    fn import(&self, fd: OwnedFd, most: u64) -> Result<SharedBuf, DmaError> {
+    fn import(&self, fd: OwnedFd, most: u64) -> Result<(SharedBuf, Option<Watched>), DmaError> {
         let buf = SharedBuf::import_up_to(fd, most)?;
-        match self.guard.as_ref().map(|guard| guard.watch(&buf)) {
-            Some(Err(e)) => Err(DmaError::Import(e.into())),
-            _ => Ok(buf),
-        }
+        let watched = self.guard.as_ref().map(|guard| guard.watch(&buf)).transpose();
+        Ok((buf, watched.map_err(|e| DmaError::Import(e.into()))?))
     }
 
     /// Counts one mapping less. Drops a buffer that is no longer mapped.
@@ -404,7 +406,7 @@ impl Connection {
             } else {
                 let left = self.room_for_buffer(state)?;
                 // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
-                let buf = self.import(fd, left).map_err(|e| match e {
+                let (buf, _watched) = self.import(fd, left).map_err(|e| match e {
                     DmaError::Import(e) if e.kind() == ErrorKind::OutOfMemory && e.raw_os_error().is_none() => {
                         let (used, all) = (self.bytes, state.config.limits.bytes);
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
@@ -413,10 +415,9 @@ impl Connection {
                     e => Refused(Code::BadDescriptor, format!("descriptor {i}: {e}")),
                 })?;
                 let len = buf.len() as u64;
-                let unwatched = self.guard.is_none();
-                let _charge = unwatched.then(|| self.charge(&state.accounts.memory, len)).transpose()?;
+                let _charge = _watched.is_none().then(|| self.charge(&state.accounts.memory, len)).transpose()?;
                 self.bytes += len;
-                self.buffers.insert(key, Buffer { buf, maps: 1, _charge });
+                self.buffers.insert(key, Buffer { _watched, buf, maps: 1, _charge });
             }
             taken.push(key);
         }

@@ -439,6 +439,13 @@ pub struct ClientStatus {
 }
 
 impl ClientStatus {
+    /// Buffers and memory, for the log.
+    pub(crate) fn resources(&self) -> String {
+        let Self { buffers, bytes, mappings, .. } = self;
+        let card = self.ddr + self.hbm;
+        format!("{buffers} buffers ({bytes} bytes), {mappings} mappings, {card} bytes of card memory")
+    }
+
     /// Bytes copied for this client in both directions.
     pub fn moved(&self) -> u64 {
         self.h2c.saturating_add(self.c2h)
