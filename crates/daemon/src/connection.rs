@@ -23,8 +23,8 @@ use crate::peer::Peer;
 use crate::socket;
 use crate::state::ServerState;
 use crate::wire::{
-    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment,
-    OpenAnswer, Refused, VERSION, failed, message,
+    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapSegment, Refused, VERSION,
+    failed, message,
 };
 use crate::worker::Alarm;
 
@@ -37,23 +37,6 @@ const SEGMENT_BYTES: u64 = 256;
 
 /// A mapping of more bytes leaves tables that are worth giving back to the kernel.
 const LARGE: u64 = 64 << 20;
-
-/// An answer, ready to send.
-#[derive(Default)]
-pub(crate) struct Answer {
-    pub bytes: Vec<u8>,
-    pub fds: Vec<OwnedFd>,
-}
-
-/// Result of a request.
-pub(crate) enum Handled {
-    /// The answer to a request that succeeded.
-    Answer(Answer),
-    /// The answer to a request that was refused.
-    Refused(Answer),
-    /// A status request: the server answers it, since it knows all connections.
-    Status { seqno: u64, first: u64 },
-}
 
 /// A memfd by device and inode: a client that sends it several times still has one buffer.
 type Key = (u64, u64);
@@ -121,8 +104,9 @@ impl Connection {
         })
     }
 
-    /// Handles a message and the descriptors that came with it. Those that it leaves may take any time to close.
-    pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Handled {
+    /// Handles a message and the descriptors that came with it; the answer. The descriptors that it leaves may take any
+    /// time to close.
+    pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Vec<u8> {
         let (seqno, request) = match ClientRequest::decode(bytes) {
             Ok(decoded) => decoded,
             Err(MalformedRequest { seqno, unknown, why }) => {
@@ -130,21 +114,16 @@ impl Connection {
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
-        if let ClientRequest::Status { first } = request
-            && self.greeted
-        {
-            return Handled::Status { seqno, first };
-        }
         match self.execute(state, request, fds) {
-            Ok((body, fds)) => Handled::Answer(Answer { bytes: message(request.opcode() | ANSWER, seqno, &body), fds }),
+            Ok(body) => message(request.opcode() | ANSWER, seqno, &body),
             Err(Refused(code, text)) => self.refuse(seqno, code, &text),
         }
     }
 
     /// The answer to a malformed or refused request.
-    pub(crate) fn refuse(&mut self, seqno: u64, code: Code, text: &str) -> Handled {
+    pub(crate) fn refuse(&mut self, seqno: u64, code: Code, text: &str) -> Vec<u8> {
         self.errors += 1;
-        Handled::Refused(Answer { bytes: failed(seqno, code, text), fds: Vec::new() })
+        failed(seqno, code, text)
     }
 
     fn execute(
@@ -152,7 +131,7 @@ impl Connection {
         state: &ServerState,
         request: ClientRequest<'_>,
         fds: &mut Vec<OwnedFd>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+    ) -> Result<Vec<u8>, Refused> {
         let limits = &state.config.limits;
         let refused = |code, text: &str| Err(Refused(code, text.to_owned()));
         if !self.greeted && !matches!(request, ClientRequest::Hello { .. }) {
@@ -161,7 +140,6 @@ impl Connection {
         if !fds.is_empty() && !matches!(request, ClientRequest::Map { .. } | ClientRequest::Open { .. }) {
             return refused(Code::BadDescriptor, "only open and map requests may carry descriptors");
         }
-        let nothing = (Vec::new(), Vec::new());
         match request {
             ClientRequest::Hello { min, max } => {
                 if !(min..=max).contains(&VERSION) {
@@ -181,12 +159,12 @@ impl Connection {
                     buffers: limits.buffers.into(),
                     reserved: Default::default(),
                 };
-                Ok((answer.as_bytes().to_vec(), Vec::new()))
+                Ok(answer.as_bytes().to_vec())
             }
             ClientRequest::Open { ddr, hbm, queues } => self.open(state, (ddr, hbm), queues, std::mem::take(fds)),
             ClientRequest::Read { bar, offset } => {
                 let value = self.function()?.card().read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
-                Ok((value.to_le_bytes().into_iter().chain([0; 4]).collect(), Vec::new()))
+                Ok(u64::from(value).to_le_bytes().to_vec())
             }
             ClientRequest::Write { bar, offset, value } => {
                 let function = self.function()?;
@@ -199,11 +177,11 @@ impl Connection {
                 }
                 function.card().write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
                 self.alarm.wake();
-                Ok(nothing)
+                Ok(Vec::new())
             }
             ClientRequest::WriteBytes { bar, offset, bytes } => {
                 self.function()?.write_bytes(bar, offset, bytes)?;
-                Ok(nothing)
+                Ok(Vec::new())
             }
             ClientRequest::Map { access, segments } => {
                 // What is no memfd stays with the caller: it may take any time to close.
@@ -227,9 +205,9 @@ impl Connection {
                     trim();
                 }
                 self.alarm.wake(); // as for Map
-                Ok(nothing)
+                Ok(Vec::new())
             }
-            ClientRequest::Status { .. } => Ok(nothing), // handled above
+            ClientRequest::Status { first } => Ok(state.status(first, self.peer)),
         }
     }
 
@@ -243,7 +221,7 @@ impl Connection {
         (ddr, hbm): (u64, u64),
         queues: u32,
         fds: Vec<OwnedFd>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+    ) -> Result<Vec<u8>, Refused> {
         let limits = &state.config.limits;
         if let Some((code, why)) = self.status_only {
             return Err(Refused(code, why.to_owned()));
@@ -276,9 +254,7 @@ impl Connection {
         let function = Function::new(limits, (ddr, hbm), shared, self.seat, &state.accounts)?;
         self.alarm.listen(&function).map_err(|e| bad(format!("the kick descriptor: {e}")))?;
         (self.function, self.page) = (Some(Arc::new(function)), watched);
-        let answer =
-            OpenAnswer { ddr: ddr.into(), hbm: hbm.into(), queues: queues.into(), reserved: Default::default() };
-        Ok((answer.as_bytes().to_vec(), Vec::new()))
+        Ok(Vec::new())
     }
 
     /// Maps a memfd of the client, whose missing pages are not made where the kernel can be told so.
@@ -320,7 +296,7 @@ impl Connection {
         access: u32,
         segments: &[MapSegment],
         fds: Vec<OwnedFd>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+    ) -> Result<Vec<u8>, Refused> {
         let host = self.function()?.host().clone();
         let access = u8::try_from(access).ok().and_then(Access::from_bits).filter(|a| Access::RW.contains(*a));
         let access = access.filter(|a| !a.is_empty()).ok_or_else(|| {
@@ -384,9 +360,9 @@ impl Connection {
                     buffer.maps += 1;
                 }
             }
-            let span = mapping.span();
-            self.mappings.insert(span.first().bits(), Mapped { mapping, keys, _charge: charge });
-            MapAnswer { first: span.first().bits().into(), len: span.len().into() }
+            let first = mapping.span().first().bits();
+            self.mappings.insert(first, Mapped { mapping, keys, _charge: charge });
+            first.to_le_bytes().to_vec()
         });
         for key in taken {
             self.release_use(key);
@@ -394,7 +370,7 @@ impl Connection {
         if answer.is_err() && all >= LARGE {
             trim();
         }
-        Ok((answer?.as_bytes().to_vec(), Vec::new()))
+        answer
     }
 
     /// Finds or imports the buffers behind the descriptors, and counts each as mapped once more.

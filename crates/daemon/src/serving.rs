@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use crate::account::Charge;
-use crate::connection::{Answer, Connection, Handled};
+use crate::connection::Connection;
 use crate::log::{Ending, tell};
 use crate::peer::Peer;
 use crate::socket::{self, Received};
@@ -144,7 +144,8 @@ impl<'s> Serving<'s> {
             return Err(Ending::Disconnected);
         }
         let mut fds = Vec::new();
-        let handled = match socket::receive(&self.connection.socket, buffer, &mut fds) {
+        let errors = self.connection.errors;
+        let answer = match socket::receive(&self.connection.socket, buffer, &mut fds) {
             Ok(Received::Message(n)) => self.connection.handle(state, &buffer[..n], &mut fds),
             Ok(Received::TooMuch) => {
                 let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to open \
@@ -155,7 +156,7 @@ impl<'s> Serving<'s> {
             Ok(Received::End) => return Err(Ending::Disconnected),
             Err(_) => return Err(Ending::Failed),
         };
-        let answered = self.answer(handled);
+        let answered = self.answer(&answer, self.connection.errors > errors);
         // This may take any time.
         drop(fds);
         state.table.charge(seat, take_time());
@@ -163,7 +164,7 @@ impl<'s> Serving<'s> {
     }
 
     /// Sends the answer to a request.
-    fn answer(&mut self, handled: Handled) -> Result<(), Ending> {
+    fn answer(&mut self, answer: &[u8], refused: bool) -> Result<(), Ending> {
         let is_new = !self.opened && self.connection.function.is_some();
         if let (true, Some(function)) = (is_new, &self.connection.function) {
             self.opened = true;
@@ -177,18 +178,10 @@ impl<'s> Serving<'s> {
             tell(self.daemon, Some(self.connection.peer.user), &text);
         }
         self.state.table.count(Count::Requests);
-        if let Handled::Refused(_) = handled {
+        if refused {
             self.state.table.count(Count::Errors);
         }
-        let Self { state, connection, .. } = self;
-        let answer = match handled {
-            Handled::Answer(answer) | Handled::Refused(answer) => answer,
-            Handled::Status { seqno, first } => {
-                Answer { bytes: state.status(seqno, first, connection.peer), fds: Vec::new() }
-            }
-        };
-        let fds: Vec<BorrowedFd<'_>> = answer.fds.iter().map(AsFd::as_fd).collect();
-        match socket::send(&connection.socket, &answer.bytes, &fds, false) {
+        match socket::send(&self.connection.socket, answer, &[], false) {
             Ok(()) => Ok(()),
             Err(Errno::AGAIN) => Err(Ending::Unread),
             Err(_) => Err(Ending::Disconnected),

@@ -8,7 +8,7 @@ use crate::account::Accounts;
 use crate::config::Config;
 use crate::peer::Peer;
 use crate::table::{Table, now};
-use crate::wire::{ANSWER, ClientRequest, ClientStatus, MAX_ROWS, StatusAnswer, Totals, message};
+use crate::wire::{ClientStatus, MAX_ROWS, StatusAnswer, Totals};
 
 /// The daemon as one of its processes knows it.
 pub(crate) struct ServerState {
@@ -25,8 +25,8 @@ impl ServerState {
         Ok(Self { accounts: Accounts::new(&config, &table), config, table, started: now() })
     }
 
-    /// The answer to a status request of this peer. Who is no administrator sees the clients of its own user.
-    pub(crate) fn status(&self, seqno: u64, first: u64, peer: Peer) -> Vec<u8> {
+    /// The body of the answer to a status request of this peer. Who is no administrator sees the clients of its own user.
+    pub(crate) fn status(&self, first: u64, peer: Peer) -> Vec<u8> {
         let is_shown = |row: &ClientStatus| peer.admin || self.config.user_of(row.uid) == peer.user;
         let rows = self.table.seats().map(|(_, seat)| seat.row());
         let mut page: Vec<ClientStatus> = rows.filter(|row| row.client >= first.max(1) && is_shown(row)).collect();
@@ -45,7 +45,6 @@ impl ServerState {
             hbm: [in_hbm, hbm.total()],
             more: more.into(),
         };
-        let body = [answer.as_bytes(), page.as_bytes()].concat();
-        message(ClientRequest::Status { first }.opcode() | ANSWER, seqno, &body)
+        [answer.as_bytes(), page.as_bytes()].concat()
     }
 }

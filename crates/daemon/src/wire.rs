@@ -11,7 +11,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::page::PAGE_BYTES;
 
 /// Protocol version of this crate.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// "DMLD": the first field of a hello request.
 pub const MAGIC: u64 = 0x444c_4d44;
 /// Most bytes of a message.
@@ -308,30 +308,6 @@ pub struct HelloAnswer {
     pub buffers: U32,
     /// 0.
     pub reserved: U32,
-}
-
-/// The answer to `Open`.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
-#[repr(C)]
-pub struct OpenAnswer {
-    /// Bytes of DDR.
-    pub ddr: U64,
-    /// Bytes of HBM.
-    pub hbm: U64,
-    /// Queues.
-    pub queues: U32,
-    /// 0.
-    pub reserved: U32,
-}
-
-/// The answer to `Map`.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
-#[repr(C)]
-pub struct MapAnswer {
-    /// The first IOVA.
-    pub first: U64,
-    /// Bytes.
-    pub len: U64,
 }
 
 // The structures of a status answer have native integers.
