@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_REGISTERS};
@@ -41,11 +41,10 @@ const LARGE: u64 = 64 << 20;
 /// A memfd by device and inode: a client that sends it several times still has one buffer.
 type Key = (u64, u64);
 
+/// Memory of the client, for as long as a mapping has a part of it.
 struct Buffer {
     _watched: Option<Watched>,
     buf: SharedBuf,
-    /// Mappings that contain a part of it.
-    maps: usize,
     /// For its memory, where the kernel may have this process pay for it. After the buffer, which is freed first.
     _charge: Option<Charge>,
 }
@@ -53,7 +52,8 @@ struct Buffer {
 struct Mapped {
     /// Unmaps on drop.
     mapping: Mapping,
-    keys: Vec<Key>,
+    /// Of each segment. After the mapping.
+    _buffers: Vec<Arc<Buffer>>,
     /// For page tables and what else the daemon notes of each page.
     _charge: Charge,
 }
@@ -67,9 +67,10 @@ pub(crate) struct Connection {
     /// Set when the client may only request the status: the reason.
     pub status_only: Option<(Code, &'static str)>,
     pub greeted: bool,
-    // Drop order: mappings before buffers, and both before the function.
+    // Dropped before the function.
     mappings: BTreeMap<u64, Mapped>,
-    buffers: HashMap<Key, Buffer>,
+    /// Those of mappings, and their bytes.
+    buffers: HashMap<Key, Weak<Buffer>>,
     bytes: u64,
     pub errors: u64,
     pub function: Option<Arc<Function>>,
@@ -196,11 +197,9 @@ impl Connection {
                 let Some(mapped) = self.mappings.remove(&iova) else {
                     return Err(Refused(Code::NoSuchThing, format!("no mapping begins at {iova:#x}")));
                 };
-                let (keys, len) = (mapped.keys.clone(), mapped.mapping.span().len());
+                let len = mapped.mapping.span().len();
                 drop(mapped);
-                for key in keys {
-                    self.release_use(key);
-                }
+                self.forget_unmapped();
                 if len >= LARGE {
                     trim();
                 }
@@ -264,15 +263,10 @@ impl Connection {
         Ok((buf, watched.map_err(|e| DmaError::Import(e.into()))?))
     }
 
-    /// Counts one mapping less. Drops a buffer that is no longer mapped.
-    fn release_use(&mut self, key: Key) {
-        if let Some(buffer) = self.buffers.get_mut(&key) {
-            buffer.maps = buffer.maps.saturating_sub(1);
-            if buffer.maps == 0 {
-                self.bytes -= buffer.buf.len() as u64;
-                self.buffers.remove(&key);
-            }
-        }
+    /// Forgets buffers that are in no mapping any more.
+    fn forget_unmapped(&mut self) {
+        self.buffers.retain(|_, buffer| buffer.strong_count() > 0);
+        self.bytes = self.buffers.values().filter_map(Weak::upgrade).map(|buffer| buffer.buf.len() as u64).sum();
     }
 
     /// Bytes that one more buffer may have.
@@ -316,21 +310,19 @@ impl Connection {
             let text = format!("a mapping of {all} bytes; the limit is {}", state.config.limits.bytes);
             return Err(Refused(Code::Quota, text));
         }
-        // Until the end of this function, each buffer of the request counts as mapped once more, which keeps it alive.
-        let mut taken: Vec<Key> = Vec::new();
         // Before page tables are made.
         let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
         let charge = self.charge(&state.accounts.memory, all / MAPPED_PER_BYTE + notes);
-        let mapped = self.take_buffers(state, fds, &mut taken).and_then(|()| {
+        let mapped = self.take_buffers(state, fds).and_then(|taken| {
             let failed = |e: dmalane_dma::Error| Refused(Code::Failed, e.to_string());
             let charge = charge?;
-            let mut keys = Vec::new();
+            let mut buffers = Vec::new();
             let mut pinned = Vec::new();
             for (i, segment) in segments.iter().enumerate() {
-                let key = taken.get(segment.fd.get() as usize).copied().ok_or_else(|| {
+                let buffer = taken.get(segment.fd.get() as usize).ok_or_else(|| {
                     Refused(Code::BadDescriptor, format!("segment {i} refers to a missing descriptor"))
                 })?;
-                let buf = &self.buffers[&key].buf;
+                let buf = &buffer.buf;
                 let (offset, len) = (segment.offset.get(), segment.len.get());
                 let range = usize::try_from(offset).ok().zip(usize::try_from(offset.saturating_add(len)).ok());
                 let range = range.filter(|r| r.0 < r.1 && r.1 <= buf.len() && (r.0 | r.1).is_multiple_of(4096));
@@ -349,36 +341,31 @@ impl Connection {
                     Refused(Code::Failed, format!("segment {i}: {why}"))
                 })?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
-                keys.push(key);
+                buffers.push(buffer.clone());
             }
             let mapping = host.map_list(pinned, access).map_err(failed)?;
-            Ok((mapping, keys, charge))
+            Ok(Mapped { mapping, _buffers: buffers, _charge: charge })
         });
-        let answer = mapped.map(|(mapping, keys, charge)| {
-            for key in &keys {
-                if let Some(buffer) = self.buffers.get_mut(key) {
-                    buffer.maps += 1;
-                }
-            }
-            let first = mapping.span().first().bits();
-            self.mappings.insert(first, Mapped { mapping, keys, _charge: charge });
+        let answer = mapped.map(|mapped| {
+            let first = mapped.mapping.span().first().bits();
+            self.mappings.insert(first, mapped);
             first.to_le_bytes().to_vec()
         });
-        for key in taken {
-            self.release_use(key);
-        }
+        self.forget_unmapped();
         if answer.is_err() && all >= LARGE {
             trim();
         }
         answer
     }
 
-    /// Finds or imports the buffers behind the descriptors, and counts each as mapped once more.
-    fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>, taken: &mut Vec<Key>) -> Result<(), Refused> {
+    /// Finds or imports the buffers behind the descriptors.
+    fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>) -> Result<Vec<Arc<Buffer>>, Refused> {
+        let mut taken = Vec::new();
         for (i, fd) in fds.into_iter().enumerate() {
             let key = key_of(&fd)?;
-            if let Some(buffer) = self.buffers.get_mut(&key) {
-                buffer.maps += 1;
+            let known = self.buffers.get(&key).and_then(Weak::upgrade);
+            let buffer = if let Some(buffer) = known {
+                buffer
             } else {
                 let left = self.room_for_buffer(state)?;
                 // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
@@ -392,12 +379,14 @@ impl Connection {
                 })?;
                 let len = buf.len() as u64;
                 let _charge = _watched.is_none().then(|| self.charge(&state.accounts.memory, len)).transpose()?;
+                let buffer = Arc::new(Buffer { _watched, buf, _charge });
                 self.bytes += len;
-                self.buffers.insert(key, Buffer { _watched, buf, maps: 1, _charge });
-            }
-            taken.push(key);
+                self.buffers.insert(key, Arc::downgrade(&buffer));
+                buffer
+            };
+            taken.push(buffer);
         }
-        Ok(())
+        Ok(taken)
     }
 
     /// The client's row of a status answer, but for what its function counts.

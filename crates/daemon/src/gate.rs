@@ -94,16 +94,17 @@ impl<'s> Gate<'s> {
             if self.refused.len() >= CLOSED_AT_ONCE || (!connected && rest.is_none()) {
                 self.close_refused();
             }
-            if connected && can_accept {
-                let took = match self.accept() {
+            if connected {
+                let began = Instant::now();
+                let resting = match self.accept() {
                     Ok(true) => continue,
-                    Ok(false) => (UNPAID_REST * now.elapsed()).min(MAX_REST),
+                    Ok(false) => (UNPAID_REST * began.elapsed()).min(MAX_REST),
                     Err(e) => {
                         tell(&self.daemon, None, &format!("cannot accept a connection now: {e}"));
                         FAILED_REST
                     }
                 };
-                rest = Some(Instant::now() + took);
+                rest = Some(Instant::now() + resting);
             }
         }
     }
@@ -123,13 +124,11 @@ impl<'s> Gate<'s> {
         while let Ok(Some(_)) = ended.read_signal() {}
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
             if let Some(Some((seat, user))) = self.children.remove(&pid) {
-                let (row, after) = (self.state.table.seat(seat).row(), self.state.table.seat(seat).stopped_after());
+                let row = self.state.table.seat(seat).row();
                 let why = status.exit_status().unwrap_or(Ending::Killed as i32);
                 if row.queues > 0 || why == Ending::Killed as i32 {
-                    let (client, why) = (row.client, Ending::text(why));
-                    let has = row.resources();
-                    let text = format!("client {client}: {why}; stopped after {after:?}, released {has}");
-                    tell(&self.daemon, Some(user), &text);
+                    let (client, why, had) = (row.client, Ending::text(why), row.resources());
+                    tell(&self.daemon, Some(user), &format!("client {client}: {why}; released {had}"));
                 }
                 self.state.table.stand(seat);
             }

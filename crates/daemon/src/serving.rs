@@ -219,12 +219,11 @@ impl<'s> Serving<'s> {
         }
         let Self { state: crate::state::ServerState { table, .. }, mut connection, worker, .. } = self;
         drop(worker);
-        let after = since.elapsed();
         connection.release();
         connection.function = None;
         table.charge(seat, take_time());
         // Its place is free before the client sees the end.
-        table.release(seat, after);
+        table.release(seat);
         let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
         // Messages that are left unread may carry descriptors, whose close may take any time.
     }

@@ -73,8 +73,6 @@ pub(crate) struct Seat {
     user: AtomicU32,
     /// 1 once its resources are released: it counts no more, and its process ends.
     released: AtomicU32,
-    /// Nanoseconds that its queues took to stop.
-    stopped_after: AtomicU64,
 }
 
 impl Seat {
@@ -88,11 +86,6 @@ impl Seat {
 
     pub(crate) fn is_released(&self) -> bool {
         self.released.load(Relaxed) == 1
-    }
-
-    /// How long its queues took to stop.
-    pub(crate) fn stopped_after(&self) -> Duration {
-        Duration::from_nanos(self.stopped_after.load(Relaxed))
     }
 
     fn show(&self, row: ClientStatus, words: impl IntoIterator<Item = usize>) {
@@ -244,18 +237,14 @@ impl Table {
         self.lock().join(index, user);
         seat.user.store(user, Relaxed);
         seat.released.store(0, Relaxed);
-        seat.stopped_after.store(0, Relaxed);
         seat.show(row, 0..ROW);
         self.shared().end.fetch_max(index as u32 + 1, Relaxed);
         Some(index)
     }
 
-    /// The resources of a client are released, if it is the first time that anybody says so. Its queues took this time
-    /// to stop.
-    pub(crate) fn release(&self, seat: usize, stopped_after: Duration) {
+    /// The resources of a client are released, if it is the first time that anybody says so.
+    pub(crate) fn release(&self, seat: usize) {
         let seat = self.seat(seat);
-        let after = u64::try_from(stopped_after.as_nanos()).unwrap_or(u64::MAX);
-        seat.stopped_after.fetch_max(after, Relaxed);
         if seat.released.swap(1, Relaxed) == 0 && seat.row().queues > 0 {
             self.count(Count::Released);
         }
@@ -263,7 +252,7 @@ impl Table {
 
     /// Frees a seat, and what its client had taken.
     pub(crate) fn stand(&self, seat: usize) {
-        self.release(seat, Duration::ZERO);
+        self.release(seat);
         self.turns(None, |turns| turns.leave(seat, now()));
         let seat = self.seat(seat);
         seat.taken.iter().for_each(|taken| taken.store(0, Relaxed));

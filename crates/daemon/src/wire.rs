@@ -6,7 +6,7 @@ use dmalane_dma::SharedBuf;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use zerocopy::little_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unaligned};
 
 use crate::page::PAGE_BYTES;
 
@@ -194,32 +194,28 @@ impl<'a> ClientRequest<'a> {
 
     /// The opcode.
     pub fn opcode(&self) -> u32 {
-        match self {
-            Self::Hello { .. } => HELLO,
-            Self::Open { .. } => OPEN,
-            Self::Read { .. } => READ,
-            Self::Write { .. } => WRITE,
-            Self::WriteBytes { .. } => WRITE_BYTES,
-            Self::Map { .. } => MAP,
-            Self::Unmap { .. } => UNMAP,
-            Self::Status { .. } => STATUS,
+        self.parts().0
+    }
+
+    /// The opcode, the fields, and the rest of the message.
+    fn parts(&self) -> (u32, u64, u64, u32, u32, &[u8]) {
+        match *self {
+            Self::Hello { min, max } => (HELLO, MAGIC, 0, min, max, &[]),
+            Self::Open { ddr, hbm, queues } => (OPEN, ddr, hbm, queues, 0, &[]),
+            Self::Read { bar, offset } => (READ, offset, 0, bar.into(), 0, &[]),
+            Self::Write { bar, offset, value } => (WRITE, offset, 0, bar.into(), value, &[]),
+            Self::WriteBytes { bar, offset, bytes } => (WRITE_BYTES, offset, 0, bar.into(), 0, bytes),
+            Self::Map { access, segments } => (MAP, 0, 0, access, 0, segments.as_bytes()),
+            Self::Unmap { iova } => (UNMAP, iova, 0, 0, 0, &[]),
+            Self::Status { first } => (STATUS, first, 0, 0, 0, &[]),
         }
     }
 
     /// Encodes the message. The receiver refuses it when a list exceeds the limits of the format.
     pub fn encode(&self, seqno: u64) -> Vec<u8> {
-        let (at, amount, index, value, rest): (u64, u64, u32, u32, &[u8]) = match *self {
-            Self::Hello { min, max } => (MAGIC, 0, min, max, &[]),
-            Self::Open { ddr, hbm, queues } => (ddr, hbm, queues, 0, &[]),
-            Self::Read { bar, offset } => (offset, 0, bar.into(), 0, &[]),
-            Self::Write { bar, offset, value } => (offset, 0, bar.into(), value, &[]),
-            Self::WriteBytes { bar, offset, bytes } => (offset, 0, bar.into(), 0, bytes),
-            Self::Map { access, segments } => (0, 0, access, 0, segments.as_bytes()),
-            Self::Unmap { iova: at } | Self::Status { first: at } => (at, 0, 0, 0, &[]),
-        };
+        let (opcode, at, amount, index, value, rest) = self.parts();
         let fields = Fields { at: at.into(), amount: amount.into(), index: index.into(), value: value.into() };
-        let body = [fields.as_bytes(), rest].concat();
-        message(self.opcode(), seqno, &body)
+        message(opcode, seqno, &[fields.as_bytes(), rest].concat())
     }
 }
 
@@ -232,7 +228,7 @@ pub fn message(opcode: u32, seqno: u64, body: &[u8]) -> Vec<u8> {
 }
 
 /// Why a request was refused.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(TryFromBytes, Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 #[non_exhaustive]
 pub enum Code {
@@ -257,21 +253,9 @@ pub enum Code {
 }
 
 impl Code {
-    const ALL: [Self; 9] = [
-        Self::Malformed,
-        Self::Unknown,
-        Self::Version,
-        Self::NotPermitted,
-        Self::Quota,
-        Self::NoSuchThing,
-        Self::BadDescriptor,
-        Self::Busy,
-        Self::Failed,
-    ];
-
     /// The code with this number.
     pub fn from_number(number: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|code| *code as u32 == number)
+        Self::try_read_from_bytes(&number.to_ne_bytes()).ok()
     }
 }
 
