@@ -169,3 +169,40 @@ pub(crate) fn ask_for_short_slices() {
     // SAFETY: a structure of the size that it states, which the kernel reads.
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
 }
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::SharedBuf;
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use rustix::process::{WaitOptions, waitpid};
+
+    use super::*;
+    use crate::guard::Guard;
+
+    #[test]
+    fn an_access_to_a_missing_page_says_whose_it_was() {
+        if !crate::can_watch_memory() {
+            println!("SKIPPED: userfaultfd is not allowed here");
+            return;
+        }
+        for (of_a_client, says) in [(true, Ending::MissingPage), (false, Ending::Bug)] {
+            let fd = memfd_create("hole", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+            ftruncate(&fd, 64 << 10).unwrap();
+            fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+            // The child uses nothing that another test may have locked.
+            let child = fork_apart(vec![fd], |mut fds| {
+                end_at_missing_pages();
+                let (buf, guard) = (SharedBuf::import(fds.remove(0)).unwrap(), Guard::new().unwrap());
+                let _watched = guard.watch(&buf).unwrap();
+                if of_a_client {
+                    buf.as_volatile_slice().load_u32(4096);
+                } else {
+                    let _ = nix::sys::signal::raise(Signal::SIGBUS);
+                }
+                Ending::Disconnected
+            });
+            let (_, status) = waitpid(Some(child.unwrap()), WaitOptions::empty()).unwrap().unwrap();
+            assert_eq!(status.exit_status(), Some(says as i32));
+        }
+    }
+}
