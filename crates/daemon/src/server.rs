@@ -193,6 +193,9 @@ mod tests {
             assert!(answered(refused), "it is told why");
             socket::send(&served[0], &ClientRequest::Hello { min: 0, max: 9 }.encode(1), &[], false).unwrap();
             assert!(answered(&served[0]), "the daemon goes on");
+            // Also when what was refused is being closed.
+            thread::sleep(Duration::from_millis(200));
+            assert!(answered(&connect(0)), "the next one is told, too");
             drop((peer, stop));
             assert!(daemon.join().unwrap().refused >= 1);
         }
@@ -291,8 +294,7 @@ mod tests {
         };
         let first = connect(&path);
         until(&|| table.seats().count() == 1);
-        table.charge(0, Duration::from_millis(10));
-        // Beside another user.
+        // Each connection costs a millisecond, which is too much for the second one beside another user.
         let other = ClientStatus { client: u64::MAX, ..ClientStatus::new_zeroed() };
         let seat = table.sit(me + 1, other).unwrap();
         let mine = || table.seats().filter(|(_, seat)| seat.user() == me).count();
@@ -304,6 +306,36 @@ mod tests {
         until(&|| mine() == 1);
         table.stand(seat);
         drop((first, stop));
+        daemon.join().unwrap();
+    }
+
+    /// What they close may take any time: some of a user's processes may end beside its clients, but not many.
+    #[test]
+    fn processes_that_end_for_long_count_as_clients() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let server = Server::new(Config { clients: 4, ..Config::default() }, |_| {}).unwrap();
+        let (table, me) = (server.state.table.clone(), rustix::process::geteuid().as_raw());
+        let end = |number| {
+            let seat = table.sit(me, ClientStatus { client: number, ..ClientStatus::new_zeroed() }).unwrap();
+            table.release(seat);
+            seat
+        };
+        // Three clients are a user's limit, and eight may be ending.
+        let ending: Vec<usize> = (1 << 40..(1 << 40) + 11).map(end).collect();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let refused = Client::connect(ClientOptions::new(&path)).unwrap_err().to_string();
+        assert!(refused.contains("--user-clients"), "{refused}");
+        table.stand(ending[0]);
+        let start = Instant::now();
+        // The connection that was refused goes on to count until it is seen to have ended.
+        while Client::connect(ClientOptions::new(&path)).is_err() {
+            assert!(start.elapsed() < Duration::from_secs(60));
+            thread::sleep(Duration::from_millis(5));
+        }
+        drop(stop);
         daemon.join().unwrap();
     }
 
