@@ -18,6 +18,7 @@ use rustix::net::Shutdown;
 
 use crate::account::Charge;
 use crate::connection::Connection;
+use crate::function::PROCESS_BYTES;
 use crate::log::{Ending, tell};
 use crate::peer::Peer;
 use crate::socket::{self, Received};
@@ -29,8 +30,6 @@ use crate::worker::Worker;
 
 /// How often a process looks whether its queues have stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Memory that a process takes before its client has opened anything: 150 KiB were measured.
-pub(crate) const PROCESS_BYTES: u64 = 192 << 10;
 
 /// A client's process.
 pub(crate) struct Serving<'s> {

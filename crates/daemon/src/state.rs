@@ -25,7 +25,8 @@ impl ServerState {
         Ok(Self { accounts: Accounts::new(&config, &table), config, table, started: now() })
     }
 
-    /// The body of the answer to a status request of this peer. Who is no administrator sees the clients of its own user.
+    /// The body of the answer to a status request of this peer. Who is no administrator sees the clients of its own
+    /// user.
     pub(crate) fn status(&self, first: u64, peer: Peer) -> Vec<u8> {
         let is_shown = |row: &ClientStatus| peer.admin || self.config.user_of(row.uid) == peer.user;
         let rows = self.table.seats().map(|(_, seat)| seat.row());
