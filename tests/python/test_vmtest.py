@@ -529,7 +529,7 @@ class Script:
         busybox.parent.mkdir(parents=True)
         busybox.write_bytes(b"busybox")
         unpacked_mesa(self.cache / "mesa")
-        built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma")]
+        built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma"), ("cli", "it")]
         built += [("slash", "kernel"), ("slash", "dmalane_slash"), ("vulkan", "dmalane_vulkan")]
         messages = [artifact(f"path+file:///w#dmalane-{name}@0.1.0", target, sys.executable) for name, target in built]
         fake_program(programs, "cargo", [f"print({chr(10).join(messages)!r})"])
@@ -581,7 +581,7 @@ def test_the_script_runs_a_guest_and_reports(script):
     assert entries["modules/order"][1] == b"vfio\n" and entries["modules/vfio.ko"][1] == b"module"
     assert {"init", "bin/busybox", "suites", "tests/kernel", "tests/unit", "tests/mem"} <= entries.keys()
     assert {"tests/vulkan", "mesa/libvulkan_lvp.so", "mesa/lvp.json"} <= entries.keys()
-    assert b"\nvulkan devices " in entries["suites"][1]
+    assert b"\nvulkan devices " in entries["suites"][1] and b"\ndaemon devices " in entries["suites"][1]
     assert entries["init"][0] == stat.S_IFREG | 0o755
     assert any(name.endswith("/libc.so.6") for name in entries)
 

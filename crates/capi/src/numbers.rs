@@ -184,6 +184,7 @@ pub(crate) fn number_of_load(error: &LoadError) -> Number {
 mod tests {
     use std::time::Duration;
 
+    use dmalane::daemon::ClientError;
     use dmalane::{Placement, cuda, vulkan};
 
     use super::*;
@@ -201,7 +202,13 @@ mod tests {
         let cuda = || cuda::Error::Call { call: "cuMemMap", code: 1, name: String::new(), text: String::new() };
         let cuda_lost = || cuda::Error::Lost(Box::new(cuda()));
         let none = Errno::NoMem.number();
-        let errors: [(&dyn Fn() -> Box<dyn StdError + Send + Sync>, _, _); 4] = [
+        // As a card's driver passes it on.
+        let daemon = || {
+            let silent = ClientError::Timeout { path: "socket".into(), after: Duration::from_secs(10) };
+            dmalane::card::Error::Bus(silent.into())
+        };
+        let errors: [(&dyn Fn() -> Box<dyn StdError + Send + Sync>, _, _); 5] = [
+            (&|| daemon().into(), ENODEV, ENODEV),
             (&|| vulkan::Error::Lost(vulkan).into(), ENODEV, ENODEV),
             (&|| cuda_lost().into(), ENODEV, ENODEV),
             (&|| vulkan::Error::Call(vulkan).into(), EIO, none),

@@ -251,6 +251,33 @@ fn a_device_without_its_process_is_lost() {
     }
 }
 
+/// Whatever is asked of it first.
+#[test]
+fn a_daemon_that_was_killed_is_lost_to_every_call() {
+    const TEST: &str = "a_daemon_that_was_killed_is_lost_to_every_call";
+    if Served::serve() {
+        return;
+    }
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("SKIPPED: there is no C compiler cc");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let program = compile("cc", "tests/lost.c", "capi-lost-first", &["-std=c11"], &library);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, vec![7; 1 << 20]).unwrap();
+    for how in ["bind", "memory", file.to_str().unwrap()] {
+        let socket = folder.path().join("socket");
+        let _ = std::fs::remove_file(&socket);
+        let served = Served::start(TEST, "daemon", &socket);
+        let device = format!("daemon:{}", socket.display());
+        let ran = Command::new(&program).args([&device, &served.0.id().to_string(), how]).output().unwrap();
+        let said = String::from_utf8_lossy(&ran.stdout);
+        assert!(ran.status.success() && said.is_empty(), "{how}: {} {said}", ran.status);
+    }
+}
+
 #[test]
 fn a_daemon_that_hangs_holds_up_nobody_else() {
     if Served::serve() {

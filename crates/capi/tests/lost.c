@@ -1,5 +1,6 @@
 /* lost DEVICE PID HOW: a device whose process is killed (HOW is "idle": with nothing in flight; "flying": with
- * operations in flight) or stopped for good ("stopped"). Prints nothing and gives 0 when all is right. */
+ * operations in flight) or stopped for good ("stopped"); or killed, with one call after that ("bind", "memory", or the
+ * path of a file to load). Prints nothing and gives 0 when all is right. */
 #define _GNU_SOURCE
 #include "dmalane.h"
 
@@ -77,6 +78,19 @@ int main(int argc, char **argv)
 		CHECK(dml_target_submit(target, ops, sizeof *ops, 1, &count) == -ENODEV);
 		CHECK(dml_target_close(target) == -ENODEV && !dml_memory_destroy(memory));
 		_exit(failed);
+	}
+	if (!failed && !idle && !stopped && strcmp(argv[3], "flying")) {
+		dml_load load;
+		dml_memory more;
+		CHECK(!kill(-group, SIGKILL));
+		usleep(200000);
+		bind.addr += OPERATIONS * LEN / 2, bind.range /= 2;
+		int32_t result = !strcmp(argv[3], "bind") ? dml_target_bind(target, &bind, sizeof bind, 1)
+			: !strcmp(argv[3], "memory")      ? dml_memory_create(target, LEN, &more, &data)
+							  : dml_target_load(target, argv[3], NULL, 0, &load);
+		if (result != -ENODEV) printf("%s: %d\n", argv[3], result);
+		CHECK(result == -ENODEV);
+		return failed;
 	}
 	int status = -1;
 	CHECK(waitpid(child, &status, 0) == child && status == 0);

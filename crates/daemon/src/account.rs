@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use dmalane_sim::Allowance;
 
 use crate::config::Config;
-use crate::table::{State, Table};
+use crate::table::{Seat, Table};
 
 /// An amount that clients take, with its limits.
 pub(crate) struct Account {
@@ -48,9 +48,13 @@ impl Accounts {
 
 impl Account {
     /// In use by all users, or by this one.
-    pub(crate) fn in_use(&self, state: &State, user: Option<u32>) -> u64 {
-        let of = state.clients().filter(|(_, seat)| user.is_none_or(|user| seat.user == user));
-        of.map(|(_, seat)| seat.taken[self.index]).sum()
+    pub(crate) fn in_use(&self, user: Option<u32>) -> u64 {
+        let of = self.table.seats().filter(|(_, seat)| user.is_none_or(|user| seat.user() == user));
+        of.map(|(_, seat)| self.of(seat).load(Ordering::Relaxed)).sum()
+    }
+
+    fn of<'s>(&self, seat: &'s Seat) -> &'s AtomicU64 {
+        &seat.taken[self.index]
     }
 
     /// Takes an amount for a client.
@@ -59,8 +63,10 @@ impl Account {
     /// Why its user cannot have it; then nothing is taken.
     fn take(&self, seat: usize, more: u64) -> Result<(), String> {
         let [what, option, user_option] = self.names;
-        let mut state = self.table.lock();
-        let (all, has) = (self.in_use(&state, None), self.in_use(&state, Some(state.seats[seat].user)));
+        let seat = self.table.seat(seat);
+        // Nobody else takes anything until this is taken.
+        let _lock = self.table.lock();
+        let (all, has) = (self.in_use(None), self.in_use(Some(seat.user())));
         let fits = |used: u64, limit: u64| used.checked_add(more).is_some_and(|sum| sum <= limit);
         if !fits(all, self.limits.0) {
             return Err(format!(
@@ -74,12 +80,12 @@ impl Account {
                 self.limits.1, self.remedy
             ));
         }
-        state.seats[seat].taken[self.index] += more;
+        self.of(seat).fetch_add(more, Ordering::Relaxed);
         Ok(())
     }
 
     fn give(&self, seat: usize, bytes: u64) {
-        self.table.lock().seats[seat].taken[self.index] -= bytes;
+        self.of(self.table.seat(seat)).fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// In all.
@@ -139,7 +145,7 @@ mod tests {
         let table = Arc::new(Table::new().unwrap());
         for (i, user) in users.iter().enumerate() {
             let row = ClientStatus { client: i as u64 + 1, ..ClientStatus::new_zeroed() };
-            assert_eq!(table.sit(*user, row, 0), Some(i));
+            assert_eq!(table.sit(*user, row), Some(i));
         }
         table
     }
@@ -149,7 +155,7 @@ mod tests {
         let table = clients(&[1, 2, 3, 1]);
         let names = ["bytes", "--all", "--user"];
         let account = Arc::new(Account { table: table.clone(), index: 2, limits: (100, 60), names, remedy: "unmap" });
-        let in_use = |user| account.in_use(&table.lock(), user);
+        let in_use = |user| account.in_use(user);
         let first = Charge::new(&account, 0, 60).unwrap();
         assert_eq!(
             Charge::new(&account, 3, 1).err().unwrap(),

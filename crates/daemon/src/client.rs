@@ -22,14 +22,15 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
-use zerocopy::{FromBytes, Immutable, KnownLayout};
+use zerocopy::FromBytes;
+use zerocopy::little_endian::U64;
 
 use crate::config::ClientLimits;
 use crate::page::Page;
 use crate::socket::{self, Received};
 use crate::wire::{
     ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, FunctionFiles, HelloAnswer, MAX_BYTES, MAX_FDS,
-    MAX_MESSAGE, MAX_SEGMENTS, MapAnswer, MapSegment, MessageHeader, OpenAnswer, StatusAnswer, Totals, VERSION,
+    MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader, StatusAnswer, Totals, VERSION,
 };
 
 /// Status reads between two checks that the daemon is still running.
@@ -174,8 +175,8 @@ impl Transport {
         }
         check_peer(&socket, trusted).map_err(|source| ClientError::WrongServer { path: path.to_owned(), source })?;
         let mut transport = Self { socket, path: path.to_owned(), next: 1, timeout };
-        let (hello, _): (HelloAnswer, _) =
-            transport.ask_for(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;
+        let body = transport.ask(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;
+        let hello: HelloAnswer = transport.read(&body)?;
         if hello.version.get() != VERSION {
             return Err(transport.bad("a protocol version that the client did not offer"));
         }
@@ -197,12 +198,8 @@ impl Transport {
         ClientError::Disconnected(self.path.clone())
     }
 
-    /// Sends a request and waits for the answer; returns its body and the descriptors that came with it.
-    fn ask(
-        &mut self,
-        request: &ClientRequest<'_>,
-        fds: &[BorrowedFd<'_>],
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ClientError> {
+    /// Sends a request and waits for the answer; returns its body.
+    fn ask(&mut self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, ClientError> {
         let deadline = Instant::now().checked_add(self.timeout);
         self.ask_until(request, fds, deadline)
     }
@@ -213,7 +210,7 @@ impl Transport {
         request: &ClientRequest<'_>,
         fds: &[BorrowedFd<'_>],
         deadline: Option<Instant>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ClientError> {
+    ) -> Result<Vec<u8>, ClientError> {
         let seqno = self.next;
         self.next += 1;
         match socket::send(&self.socket, &request.encode(seqno), fds, true) {
@@ -258,7 +255,7 @@ impl Transport {
             if number != seqno || opcode != request.opcode() | ANSWER {
                 return Err(self.bad("an answer to another request"));
             }
-            return Ok((body.to_vec(), fds));
+            return Ok(body.to_vec());
         }
     }
 
@@ -271,14 +268,8 @@ impl Transport {
         ClientError::Refused { code, text: String::from_utf8_lossy(text).into_owned() }
     }
 
-    fn ask_for<T: FromBytes + KnownLayout + Immutable>(
-        &mut self,
-        request: &ClientRequest<'_>,
-        fds: &[BorrowedFd<'_>],
-    ) -> Result<(T, Vec<OwnedFd>), ClientError> {
-        let (body, fds) = self.ask(request, fds)?;
-        let answer = T::read_from_bytes(&body).map_err(|_| self.bad("an answer of the wrong length"))?;
-        Ok((answer, fds))
+    fn read<T: FromBytes>(&self, body: &[u8]) -> Result<T, ClientError> {
+        T::read_from_bytes(body).map_err(|_| self.bad("an answer of the wrong length"))
     }
 }
 
@@ -333,12 +324,8 @@ impl Client {
         let files = FunctionFiles::new(queues.min(regs::MAX_CHANNELS))
             .map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::NOMEM))
             .map_err(failed("cannot create a register page and wake-ups"))?;
-        let (answer, _): (OpenAnswer, _) =
-            transport.ask_for(&ClientRequest::Open { ddr, hbm, queues }, &files.fds())?;
+        transport.ask(&ClientRequest::Open { ddr, hbm, queues }, &files.fds())?;
         let FunctionFiles { page, kick, calls, .. } = files;
-        if answer.queues.get() as usize != calls.len() {
-            return Err(transport.bad("a function with another number of queues"));
-        }
         let page = Page::of(page).expect("made for it");
         let socket = transport.socket.try_clone().map_err(|e| ClientError::System {
             what: "cannot duplicate the socket",
@@ -421,17 +408,13 @@ impl Inner {
     fn ask(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, ClientError> {
         self.alive()?;
         let asked = lock(&self.transport).ask(request, fds);
-        asked.map(|(body, _)| body).map_err(|e| self.lost(e))
+        asked.map_err(|e| self.lost(e))
     }
 
-    fn ask_for<T: FromBytes + KnownLayout + Immutable>(
-        &self,
-        request: &ClientRequest<'_>,
-        fds: &[BorrowedFd<'_>],
-    ) -> Result<(T, Vec<OwnedFd>), ClientError> {
-        self.alive()?;
-        let asked = lock(&self.transport).ask_for(request, fds);
-        asked.map_err(|e| self.lost(e))
+    /// The same, for an answer of one word.
+    fn ask_for_word(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<u64, ClientError> {
+        let body = self.ask(request, fds)?;
+        lock(&self.transport).read(&body).map(U64::get)
     }
 
     /// Checks whether the daemon has closed the connection.
@@ -469,7 +452,7 @@ impl Registrar for Client {
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
         // Before the device can write: waits until no thread borrows the bytes as a slice.
         let len = Pinned::admit_all(&mut list, &self.0, access)?;
-        let answer = {
+        let first = {
             let mut memories: Vec<&BufferRef> = Vec::new();
             let mut segments = Vec::new();
             for pinned in &list {
@@ -491,14 +474,12 @@ impl Registrar for Client {
             }
             let fds: Vec<BorrowedFd<'_>> = memories.iter().map(|m| m.export()).collect::<Result<_, _>>()?;
             let access = u32::from((access & Access::RW).bits());
-            let asked = self.0.ask_for::<MapAnswer>(&ClientRequest::Map { access, segments: &segments }, &fds);
-            asked?.0
+            self.0.ask_for_word(&ClientRequest::Map { access, segments: &segments }, &fds)?
         };
-        let first = answer.first.get();
-        let span = Span::new(Iova::new(first), answer.len.get()).filter(|span| span.len() == len);
+        let span = Span::new(Iova::new(first), len);
         let lease = span.and_then(|span| lock(&self.0.iovas).reserve(span).ok());
         let Some(lease) = lease else {
-            let what = "a mapping of the wrong length, or one that overlaps another";
+            let what = "a mapping that overlaps another";
             return Err(ClientError::BadAnswer { path: self.0.options.path.clone(), what }.into());
         };
         Ok(Mapping::new(list, lease, access))
@@ -538,14 +519,8 @@ impl Mmio for Client {
                 _ => {}
             }
         }
-        let body = self.0.ask(&ClientRequest::Read { bar, offset }, &[]).map_err(|e| no_register(e, bar, offset, 4))?;
-        match body.first_chunk::<4>() {
-            Some(value) => Ok(u32::from_le_bytes(*value)),
-            None => {
-                Err(ClientError::BadAnswer { path: self.0.options.path.clone(), what: "a register without a value" }
-                    .into())
-            }
-        }
+        let read = self.0.ask_for_word(&ClientRequest::Read { bar, offset }, &[]);
+        read.map(|value| value as u32).map_err(|e| no_register(e, bar, offset, 4))
     }
 
     #[inline]
@@ -660,7 +635,7 @@ pub fn status(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
     let mut first = 0;
     let mut clients = Vec::new();
     loop {
-        let (body, _) = transport.ask(&ClientRequest::Status { first }, &[])?;
+        let body = transport.ask(&ClientRequest::Status { first }, &[])?;
         let short = "a status answer of the wrong length";
         let row = size_of::<ClientStatus>();
         let (answer, rest) = StatusAnswer::read_from_prefix(&body).map_err(|_| transport.bad(short))?;

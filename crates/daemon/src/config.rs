@@ -29,8 +29,6 @@ impl Default for ClientLimits {
 
 /// Descriptors of a client's process without queues and buffers, with those of a message.
 const CLIENT_DESCRIPTORS: u64 = 64 + MAX_FDS as u64;
-/// Descriptors of the daemon itself without clients.
-const OWN_DESCRIPTORS: u64 = 64;
 
 /// Configuration of a daemon.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -172,11 +170,11 @@ impl Config {
     pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
         let mut warnings = Vec::new();
         let ClientLimits { queues, buffers, .. } = self.limits;
-        let needed = (CLIENT_DESCRIPTORS + u64::from(queues + buffers)).max(OWN_DESCRIPTORS + 3 * self.clients as u64);
+        let needed = CLIENT_DESCRIPTORS + u64::from(queues + buffers);
         if let Some(have) = descriptors.filter(|have| *have < needed) {
             warnings.push(format!(
-                "a process of the daemon needs {needed} descriptors, and may have {have}; some clients or buffers \
-                 would be refused: raise LimitNOFILE= of the unit (ulimit -Hn), or lower --clients or --client-buffers"
+                "a process of the daemon needs {needed} descriptors, and may have {have}; some buffers \
+                 would be refused: raise LimitNOFILE= of the unit (ulimit -Hn), or lower --client-buffers"
             ));
         }
         if overcommit.is_some_and(|mode| mode.trim() == "2") {

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_REGISTERS};
@@ -17,14 +17,14 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::account::{Account, Charge};
 use crate::fork::trim;
 use crate::function::Function;
-use crate::guard::Guard;
+use crate::guard::{Guard, Watched};
 use crate::page::{PAGE_BYTES, Page};
 use crate::peer::Peer;
 use crate::socket;
 use crate::state::ServerState;
 use crate::wire::{
-    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapAnswer, MapSegment,
-    OpenAnswer, Refused, VERSION, failed, message,
+    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapSegment, Refused, VERSION,
+    failed, message,
 };
 use crate::worker::Alarm;
 
@@ -38,30 +38,13 @@ const SEGMENT_BYTES: u64 = 256;
 /// A mapping of more bytes leaves tables that are worth giving back to the kernel.
 const LARGE: u64 = 64 << 20;
 
-/// An answer, ready to send.
-#[derive(Default)]
-pub(crate) struct Answer {
-    pub bytes: Vec<u8>,
-    pub fds: Vec<OwnedFd>,
-}
-
-/// Result of a request.
-pub(crate) enum Handled {
-    /// The answer to a request that succeeded.
-    Answer(Answer),
-    /// The answer to a request that was refused.
-    Refused(Answer),
-    /// A status request: the server answers it, since it knows all connections.
-    Status { seqno: u64, first: u64 },
-}
-
 /// A memfd by device and inode: a client that sends it several times still has one buffer.
 type Key = (u64, u64);
 
+/// Memory of the client, for as long as a mapping has a part of it.
 struct Buffer {
+    _watched: Option<Watched>,
     buf: SharedBuf,
-    /// Mappings that contain a part of it.
-    maps: usize,
     /// For its memory, where the kernel may have this process pay for it. After the buffer, which is freed first.
     _charge: Option<Charge>,
 }
@@ -69,7 +52,8 @@ struct Buffer {
 struct Mapped {
     /// Unmaps on drop.
     mapping: Mapping,
-    keys: Vec<Key>,
+    /// Of each segment. After the mapping.
+    _buffers: Vec<Arc<Buffer>>,
     /// For page tables and what else the daemon notes of each page.
     _charge: Charge,
 }
@@ -83,16 +67,18 @@ pub(crate) struct Connection {
     /// Set when the client may only request the status: the reason.
     pub status_only: Option<(Code, &'static str)>,
     pub greeted: bool,
-    // Drop order: mappings before buffers, and both before the function.
+    // Dropped before the function.
     mappings: BTreeMap<u64, Mapped>,
-    buffers: HashMap<Key, Buffer>,
+    /// Those of mappings, and their bytes.
+    buffers: HashMap<Key, Weak<Buffer>>,
     bytes: u64,
     pub errors: u64,
     pub function: Option<Arc<Function>>,
     /// Wakes the worker.
     pub alarm: Arc<Alarm>,
-    /// Watches memory of the client, where the kernel allows that.
+    /// Watches memory of the client, where the kernel allows that; the register page to the end.
     guard: Option<Guard>,
+    page: Option<Watched>,
 }
 
 impl Connection {
@@ -115,11 +101,13 @@ impl Connection {
             function: None,
             alarm: Arc::new(Alarm::new()?),
             guard: Guard::new().ok(),
+            page: None,
         })
     }
 
-    /// Handles a message and the descriptors that came with it. Those that it leaves may take any time to close.
-    pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Handled {
+    /// Handles a message and the descriptors that came with it; the answer. The descriptors that it leaves may take any
+    /// time to close.
+    pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Vec<u8> {
         let (seqno, request) = match ClientRequest::decode(bytes) {
             Ok(decoded) => decoded,
             Err(MalformedRequest { seqno, unknown, why }) => {
@@ -127,21 +115,16 @@ impl Connection {
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
-        if let ClientRequest::Status { first } = request
-            && self.greeted
-        {
-            return Handled::Status { seqno, first };
-        }
         match self.execute(state, request, fds) {
-            Ok((body, fds)) => Handled::Answer(Answer { bytes: message(request.opcode() | ANSWER, seqno, &body), fds }),
+            Ok(body) => message(request.opcode() | ANSWER, seqno, &body),
             Err(Refused(code, text)) => self.refuse(seqno, code, &text),
         }
     }
 
     /// The answer to a malformed or refused request.
-    pub(crate) fn refuse(&mut self, seqno: u64, code: Code, text: &str) -> Handled {
+    pub(crate) fn refuse(&mut self, seqno: u64, code: Code, text: &str) -> Vec<u8> {
         self.errors += 1;
-        Handled::Refused(Answer { bytes: failed(seqno, code, text), fds: Vec::new() })
+        failed(seqno, code, text)
     }
 
     fn execute(
@@ -149,7 +132,7 @@ impl Connection {
         state: &ServerState,
         request: ClientRequest<'_>,
         fds: &mut Vec<OwnedFd>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+    ) -> Result<Vec<u8>, Refused> {
         let limits = &state.config.limits;
         let refused = |code, text: &str| Err(Refused(code, text.to_owned()));
         if !self.greeted && !matches!(request, ClientRequest::Hello { .. }) {
@@ -158,7 +141,6 @@ impl Connection {
         if !fds.is_empty() && !matches!(request, ClientRequest::Map { .. } | ClientRequest::Open { .. }) {
             return refused(Code::BadDescriptor, "only open and map requests may carry descriptors");
         }
-        let nothing = (Vec::new(), Vec::new());
         match request {
             ClientRequest::Hello { min, max } => {
                 if !(min..=max).contains(&VERSION) {
@@ -178,12 +160,12 @@ impl Connection {
                     buffers: limits.buffers.into(),
                     reserved: Default::default(),
                 };
-                Ok((answer.as_bytes().to_vec(), Vec::new()))
+                Ok(answer.as_bytes().to_vec())
             }
             ClientRequest::Open { ddr, hbm, queues } => self.open(state, (ddr, hbm), queues, std::mem::take(fds)),
             ClientRequest::Read { bar, offset } => {
                 let value = self.function()?.card().read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
-                Ok((value.to_le_bytes().into_iter().chain([0; 4]).collect(), Vec::new()))
+                Ok(u64::from(value).to_le_bytes().to_vec())
             }
             ClientRequest::Write { bar, offset, value } => {
                 let function = self.function()?;
@@ -196,11 +178,11 @@ impl Connection {
                 }
                 function.card().write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
                 self.alarm.wake();
-                Ok(nothing)
+                Ok(Vec::new())
             }
             ClientRequest::WriteBytes { bar, offset, bytes } => {
                 self.function()?.write_bytes(bar, offset, bytes)?;
-                Ok(nothing)
+                Ok(Vec::new())
             }
             ClientRequest::Map { access, segments } => {
                 // What is no memfd stays with the caller: it may take any time to close.
@@ -215,18 +197,16 @@ impl Connection {
                 let Some(mapped) = self.mappings.remove(&iova) else {
                     return Err(Refused(Code::NoSuchThing, format!("no mapping begins at {iova:#x}")));
                 };
-                let (keys, len) = (mapped.keys.clone(), mapped.mapping.span().len());
+                let len = mapped.mapping.span().len();
                 drop(mapped);
-                for key in keys {
-                    self.release_use(key);
-                }
+                self.forget_unmapped();
                 if len >= LARGE {
                     trim();
                 }
                 self.alarm.wake(); // as for Map
-                Ok(nothing)
+                Ok(Vec::new())
             }
-            ClientRequest::Status { .. } => Ok(nothing), // handled above
+            ClientRequest::Status { first } => Ok(state.status(first, self.peer)),
         }
     }
 
@@ -240,7 +220,7 @@ impl Connection {
         (ddr, hbm): (u64, u64),
         queues: u32,
         fds: Vec<OwnedFd>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+    ) -> Result<Vec<u8>, Refused> {
         let limits = &state.config.limits;
         if let Some((code, why)) = self.status_only {
             return Err(Refused(code, why.to_owned()));
@@ -265,36 +245,28 @@ impl Connection {
         }
         let mut fds = fds.into_iter();
         let (Some(page), Some(kick)) = (fds.next(), fds.next()) else { unreachable!("counted above") };
-        let page = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad(format!("the register page: {e}")))?;
+        let imported = self.import(page, 2 * PAGE_BYTES as u64);
+        let (page, watched) = imported.map_err(|e| bad(format!("the register page: {e}")))?;
         page.populate(0, page.len()).map_err(|e| bad(format!("the register page: {e}")))?;
         let page = Page::of(page).ok_or_else(|| bad("the register page is too short".to_owned()))?;
         let shared = (page, kick, fds.collect());
         let function = Function::new(limits, (ddr, hbm), shared, self.seat, &state.accounts)?;
         self.alarm.listen(&function).map_err(|e| bad(format!("the kick descriptor: {e}")))?;
-        self.function = Some(Arc::new(function));
-        let answer =
-            OpenAnswer { ddr: ddr.into(), hbm: hbm.into(), queues: queues.into(), reserved: Default::default() };
-        Ok((answer.as_bytes().to_vec(), Vec::new()))
+        (self.function, self.page) = (Some(Arc::new(function)), watched);
+        Ok(Vec::new())
     }
 
     /// Maps a memfd of the client, whose missing pages are not made where the kernel can be told so.
-    fn import(&self, fd: OwnedFd, most: u64) -> Result<SharedBuf, DmaError> {
+    fn import(&self, fd: OwnedFd, most: u64) -> Result<(SharedBuf, Option<Watched>), DmaError> {
         let buf = SharedBuf::import_up_to(fd, most)?;
-        match self.guard.as_ref().map(|guard| guard.watch(&buf)) {
-            Some(Err(e)) => Err(DmaError::Import(e.into())),
-            _ => Ok(buf),
-        }
+        let watched = self.guard.as_ref().map(|guard| guard.watch(&buf)).transpose();
+        Ok((buf, watched.map_err(|e| DmaError::Import(e.into()))?))
     }
 
-    /// Counts one mapping less. Drops a buffer that is no longer mapped.
-    fn release_use(&mut self, key: Key) {
-        if let Some(buffer) = self.buffers.get_mut(&key) {
-            buffer.maps = buffer.maps.saturating_sub(1);
-            if buffer.maps == 0 {
-                self.bytes -= buffer.buf.len() as u64;
-                self.buffers.remove(&key);
-            }
-        }
+    /// Forgets buffers that are in no mapping any more.
+    fn forget_unmapped(&mut self) {
+        self.buffers.retain(|_, buffer| buffer.strong_count() > 0);
+        self.bytes = self.buffers.values().filter_map(Weak::upgrade).map(|buffer| buffer.buf.len() as u64).sum();
     }
 
     /// Bytes that one more buffer may have.
@@ -318,7 +290,7 @@ impl Connection {
         access: u32,
         segments: &[MapSegment],
         fds: Vec<OwnedFd>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+    ) -> Result<Vec<u8>, Refused> {
         let host = self.function()?.host().clone();
         let access = u8::try_from(access).ok().and_then(Access::from_bits).filter(|a| Access::RW.contains(*a));
         let access = access.filter(|a| !a.is_empty()).ok_or_else(|| {
@@ -338,21 +310,19 @@ impl Connection {
             let text = format!("a mapping of {all} bytes; the limit is {}", state.config.limits.bytes);
             return Err(Refused(Code::Quota, text));
         }
-        // Until the end of this function, each buffer of the request counts as mapped once more, which keeps it alive.
-        let mut taken: Vec<Key> = Vec::new();
         // Before page tables are made.
         let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
         let charge = self.charge(&state.accounts.memory, all / MAPPED_PER_BYTE + notes);
-        let mapped = self.take_buffers(state, fds, &mut taken).and_then(|()| {
+        let mapped = self.take_buffers(state, fds).and_then(|taken| {
             let failed = |e: dmalane_dma::Error| Refused(Code::Failed, e.to_string());
             let charge = charge?;
-            let mut keys = Vec::new();
+            let mut buffers = Vec::new();
             let mut pinned = Vec::new();
             for (i, segment) in segments.iter().enumerate() {
-                let key = taken.get(segment.fd.get() as usize).copied().ok_or_else(|| {
+                let buffer = taken.get(segment.fd.get() as usize).ok_or_else(|| {
                     Refused(Code::BadDescriptor, format!("segment {i} refers to a missing descriptor"))
                 })?;
-                let buf = &self.buffers[&key].buf;
+                let buf = &buffer.buf;
                 let (offset, len) = (segment.offset.get(), segment.len.get());
                 let range = usize::try_from(offset).ok().zip(usize::try_from(offset.saturating_add(len)).ok());
                 let range = range.filter(|r| r.0 < r.1 && r.1 <= buf.len() && (r.0 | r.1).is_multiple_of(4096));
@@ -371,40 +341,35 @@ impl Connection {
                     Refused(Code::Failed, format!("segment {i}: {why}"))
                 })?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
-                keys.push(key);
+                buffers.push(buffer.clone());
             }
             let mapping = host.map_list(pinned, access).map_err(failed)?;
-            Ok((mapping, keys, charge))
+            Ok(Mapped { mapping, _buffers: buffers, _charge: charge })
         });
-        let answer = mapped.map(|(mapping, keys, charge)| {
-            for key in &keys {
-                if let Some(buffer) = self.buffers.get_mut(key) {
-                    buffer.maps += 1;
-                }
-            }
-            let span = mapping.span();
-            self.mappings.insert(span.first().bits(), Mapped { mapping, keys, _charge: charge });
-            MapAnswer { first: span.first().bits().into(), len: span.len().into() }
+        let answer = mapped.map(|mapped| {
+            let first = mapped.mapping.span().first().bits();
+            self.mappings.insert(first, mapped);
+            first.to_le_bytes().to_vec()
         });
-        for key in taken {
-            self.release_use(key);
-        }
+        self.forget_unmapped();
         if answer.is_err() && all >= LARGE {
             trim();
         }
-        Ok((answer?.as_bytes().to_vec(), Vec::new()))
+        answer
     }
 
-    /// Finds or imports the buffers behind the descriptors, and counts each as mapped once more.
-    fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>, taken: &mut Vec<Key>) -> Result<(), Refused> {
+    /// Finds or imports the buffers behind the descriptors.
+    fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>) -> Result<Vec<Arc<Buffer>>, Refused> {
+        let mut taken = Vec::new();
         for (i, fd) in fds.into_iter().enumerate() {
             let key = key_of(&fd)?;
-            if let Some(buffer) = self.buffers.get_mut(&key) {
-                buffer.maps += 1;
+            let known = self.buffers.get(&key).and_then(Weak::upgrade);
+            let buffer = if let Some(buffer) = known {
+                buffer
             } else {
                 let left = self.room_for_buffer(state)?;
                 // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
-                let buf = self.import(fd, left).map_err(|e| match e {
+                let (buf, _watched) = self.import(fd, left).map_err(|e| match e {
                     DmaError::Import(e) if e.kind() == ErrorKind::OutOfMemory && e.raw_os_error().is_none() => {
                         let (used, all) = (self.bytes, state.config.limits.bytes);
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
@@ -413,14 +378,15 @@ impl Connection {
                     e => Refused(Code::BadDescriptor, format!("descriptor {i}: {e}")),
                 })?;
                 let len = buf.len() as u64;
-                let unwatched = self.guard.is_none();
-                let _charge = unwatched.then(|| self.charge(&state.accounts.memory, len)).transpose()?;
+                let _charge = _watched.is_none().then(|| self.charge(&state.accounts.memory, len)).transpose()?;
+                let buffer = Arc::new(Buffer { _watched, buf, _charge });
                 self.bytes += len;
-                self.buffers.insert(key, Buffer { buf, maps: 1, _charge });
-            }
-            taken.push(key);
+                self.buffers.insert(key, Arc::downgrade(&buffer));
+                buffer
+            };
+            taken.push(buffer);
         }
-        Ok(())
+        Ok(taken)
     }
 
     /// The client's row of a status answer, but for what its function counts.

@@ -1,4 +1,4 @@
-//! Processes for clients, forked by a process that does nothing else.
+//! Processes: what forks them, and ends them.
 //!
 //! A client's memory is mapped in a process of its own. To map a client's file, and to touch its pages, may take as
 //! long as the client likes: the kernel waits for other processes that use the file, and nobody else may map or unmap
@@ -9,141 +9,96 @@
 //! that has one thread, and forks all others. `unsafe` is for fork(2), signal handlers and _exit(2).
 #![allow(unsafe_code)]
 
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::ptr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
-use dmalane_dma::{receive_with_fds, send_with_fds};
 use nix::libc;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 use nix::unistd::{ForkResult, fork};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
-use rustix::process::{
-    DumpableBehavior, Pid, WaitOptions, getpid, getppid, set_dumpable_behavior, set_parent_process_death_signal,
-    waitpid,
-};
+use rustix::process::{DumpableBehavior, Pid, getpid, getppid, set_dumpable_behavior, set_parent_process_death_signal};
 
-use crate::table::Table;
+use crate::guard;
+use crate::log::Ending;
 
 /// Where the socket to the daemon is in the process that forks; what is above is closed.
 const SOCKET: i32 = 3;
 /// The shortest slice that the kernel knows, in nanoseconds.
 const SLICE: u64 = 100_000;
-/// Raised for processes of clients, so that the kernel ends one of them and not the daemon when memory runs out.
-const OOM_SCORE_ADJ: &str = "500";
 
-/// The process that forks those of clients. They end with it, and it ends with this value.
-pub(crate) struct Forker {
-    socket: Option<OwnedFd>,
-    pid: Pid,
-}
-
-impl Forker {
-    /// Starts it. In the process for a client, `serve` gets the client's seat and socket, and the end of a pair whose
-    /// other one the daemon has.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub(crate) fn start(serve: impl Fn(usize, OwnedFd, OwnedFd)) -> io::Result<Self> {
-        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        // SAFETY: the child uses nothing that another thread may have locked but the allocator, whose locks fork(3) of
-        // the C library sets free; and it never returns.
-        match unsafe { fork() }? {
-            ForkResult::Parent { child } => {
-                Ok(Self { socket: Some(ours), pid: Pid::from_raw(child.as_raw()).expect("no child has number 0") })
+/// Forks the process that forks all others. It ignores signals that end a program: the daemon alone decides when it
+/// ends. It has no descriptor of the daemon's but this one and the standard ones.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn fork_first(socket: OwnedFd, run: impl FnOnce(OwnedFd)) -> Result<Pid, Errno> {
+    // SAFETY: the child uses nothing that another thread may have locked but the allocator, whose locks fork(3) of the
+    // C library sets free; and it never returns.
+    match unsafe { fork() }.map_err(errno)? {
+        ForkResult::Parent { child } => Ok(Pid::from_raw(child.as_raw()).expect("no child has number 0")),
+        ForkResult::Child => {
+            // SAFETY: plain system calls. No value in this process closes a descriptor above 2 but those made from
+            // here on: nothing that the daemon had is dropped in a process that never returns.
+            let socket = unsafe {
+                if socket.as_raw_fd() != SOCKET {
+                    libc::dup3(socket.as_raw_fd(), SOCKET, libc::O_CLOEXEC);
+                }
+                std::mem::forget(socket);
+                close_from(SOCKET + 1);
+                OwnedFd::from_raw_fd(SOCKET)
+            };
+            for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT] {
+                handle(signal, SigHandler::SigIgn, SaFlags::empty());
             }
-            ForkResult::Child => {
-                let _ = catch_unwind(AssertUnwindSafe(|| run(theirs, &serve)));
-                exit(1)
-            }
+            let _ = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0);
+            let _ = catch_unwind(AssertUnwindSafe(|| run(socket)));
+            exit(Ending::Bug as i32)
         }
     }
-
-    /// Forks a process for the client of a seat. It begins when the caller has closed the client's socket and sent a
-    /// byte to the other end of `control`.
-    ///
-    /// # Errors
-    /// The kernel's. If the fork itself fails, the sockets are closed.
-    pub(crate) fn fork(&self, seat: usize, client: &OwnedFd, control: &OwnedFd) -> Result<(), Errno> {
-        let socket = self.socket.as_ref().expect("taken on drop");
-        let fds = [client.as_fd(), control.as_fd()];
-        send_with_fds(socket, &seat.to_ne_bytes(), &fds, SendFlags::NOSIGNAL).map(drop)
-    }
-
-    #[cfg(test)]
-    pub(crate) fn pid(&self) -> Pid {
-        self.pid
-    }
-
-    /// Its process has ended, which is a bug or the work of the kernel's OOM killer.
-    pub(crate) fn is_gone(&self) -> bool {
-        use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        let socket = self.socket.as_ref().expect("taken on drop");
-        // Without flags, only the end of the connection is reported.
-        poll(&mut [PollFd::new(socket, PollFlags::empty())], Some(&Timespec::default())).is_ok_and(|n| n > 0)
-    }
 }
 
-impl Drop for Forker {
-    fn drop(&mut self) {
-        self.socket = None;
-        let _ = waitpid(Some(self.pid), WaitOptions::empty());
-    }
-}
-
-/// Forks processes until the daemon's end of the socket is closed.
-fn run(socket: OwnedFd, serve: &impl Fn(usize, OwnedFd, OwnedFd)) {
-    // What the daemon has open, such as sockets of its own, must not stay open here.
-    let keep = socket.as_raw_fd();
-    // SAFETY: plain system calls. No value in this process closes a descriptor above 2 but those made from here on:
-    // nothing that the daemon had is dropped in a process that never returns.
-    let socket = unsafe {
-        if keep != SOCKET {
-            libc::dup3(keep, SOCKET, libc::O_CLOEXEC);
-        }
-        std::mem::forget(socket);
-        close_from(SOCKET + 1);
-        OwnedFd::from_raw_fd(SOCKET)
+/// Forks a process that has these descriptors alone: to close them may take any time. It begins when this process has
+/// closed them, ends with this process, and its exit status is what `run` returns. It can be traced or read by no other
+/// process of its user. This process has one thread.
+///
+/// # Errors
+/// The kernel's, with the descriptors.
+pub(crate) fn fork_apart(
+    fds: Vec<OwnedFd>,
+    run: impl FnOnce(Vec<OwnedFd>) -> Ending,
+) -> Result<Pid, (Errno, Vec<OwnedFd>)> {
+    let (closed, open) = match pipe_with(PipeFlags::CLOEXEC) {
+        Ok(pipe) => pipe,
+        Err(e) => return Err((e, fds)),
     };
-    // The daemon alone decides when it ends. Ended children need no wait.
-    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGCHLD] {
-        handle(signal, SigHandler::SigIgn);
-    }
-    let _ = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0);
-    let mut number = [0; size_of::<usize>()];
-    while let Ok(got) = receive_with_fds(&socket, &mut number, RecvFlags::empty()) {
-        if got.len == 0 {
-            return;
+    let parent = getpid();
+    // SAFETY: this process has one thread.
+    match unsafe { fork() } {
+        Err(e) => Err((errno(e), fds)),
+        Ok(ForkResult::Parent { child }) => {
+            drop(fds);
+            Ok(Pid::from_raw(child.as_raw()).expect("no child has number 0"))
         }
-        // Without them, for lack of memory, the daemon hears that the client's process has ended.
-        let Ok([client, control]) = <[OwnedFd; 2]>::try_from(got.fds) else { continue };
-        let Ok((closed, open)) = pipe_with(PipeFlags::CLOEXEC) else { continue };
-        let (parent, seat) = (getpid(), usize::from_ne_bytes(number));
-        // SAFETY: this process has one thread.
-        if let Ok(ForkResult::Child) = unsafe { fork() } {
-            drop((socket, open));
+        Ok(ForkResult::Child) => {
+            drop(open);
             // The kernel ends this process with its parent, which may have ended before it was asked to.
             let _ = set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
-            if getppid() == Some(parent) {
-                let _ = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ);
-                let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
-                // What the client has sent may take minutes to close: this process does that, as the last that has the
-                // socket. The parent has closed it when the pipe ends, the daemon when it says so.
-                let _ = rustix::io::read(&closed, &mut [0; 1]);
-                let _ = rustix::net::recv(&control, &mut [0; 1], RecvFlags::empty());
-                drop(closed);
-                serve(seat, client, control);
+            if getppid() != Some(parent) {
+                exit(Ending::Killed as i32);
             }
-            exit(0);
+            let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
+            let ending = catch_unwind(AssertUnwindSafe(|| {
+                let _ = rustix::io::read(&closed, &mut [0; 1]);
+                run(fds)
+            }));
+            exit(ending.unwrap_or(Ending::Bug) as i32)
         }
-        drop((client, control));
-        drop((open, closed));
     }
+}
+
+fn errno(e: nix::errno::Errno) -> Errno {
+    Errno::from_raw_os_error(e as i32)
 }
 
 /// Closes all descriptors from this one on.
@@ -166,29 +121,21 @@ pub(crate) fn exit(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
-fn handle(signal: Signal, handler: SigHandler) {
-    // SAFETY: the handlers here are `SigIgn` and `missing_page`, which calls only functions that are safe in handlers.
-    let _ = unsafe { sigaction(signal, &SigAction::new(handler, SaFlags::empty(), SigSet::empty())) };
+fn handle(signal: Signal, handler: SigHandler, flags: SaFlags) {
+    // SAFETY: the handlers here are `SigIgn` and `bad_access`, which calls only functions that are safe in handlers.
+    let _ = unsafe { sigaction(signal, &SigAction::new(handler, flags, SigSet::empty())) };
 }
 
-/// Where the handler says that it was called.
-static ENDING: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
-
-extern "C" fn missing_page(_: libc::c_int) {
-    // SAFETY: null, or a word of the table that `end_at_missing_pages` keeps.
-    if let Some(word) = unsafe { ENDING.load(Ordering::SeqCst).as_ref() } {
-        word.store(1, Ordering::SeqCst);
-    }
-    exit(1)
+extern "C" fn bad_access(_: libc::c_int, about: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel's, for this call; a SIGBUS has an address.
+    let address = unsafe { (*about).si_addr() }.addr();
+    exit(if guard::is_watched(address) { Ending::MissingPage } else { Ending::Bug } as i32)
 }
 
-/// Has this process end when it accesses a page that is missing ([`crate::guard`]), and say so in the table.
-pub(crate) fn end_at_missing_pages(table: &Arc<Table>, seat: usize) {
-    // Never freed: the handler may be called until the end of the process.
-    let table = Arc::into_raw(table.clone());
-    // SAFETY: the reference that `into_raw` has made is kept.
-    ENDING.store(ptr::from_ref(unsafe { &*table }.missed(seat)).cast_mut(), Ordering::SeqCst);
-    handle(Signal::SIGBUS, SigHandler::Handler(missing_page));
+/// Has this process end when it accesses a page that is missing, and say whether it was one of a client
+/// ([`crate::guard`]).
+pub(crate) fn end_at_missing_pages() {
+    handle(Signal::SIGBUS, SigHandler::SigAction(bad_access), SaFlags::SA_SIGINFO);
 }
 
 /// Gives memory that is free in this process back to the kernel: tables of large mappings, which are on nobody's
@@ -221,4 +168,41 @@ pub(crate) fn ask_for_short_slices() {
     let attributes = Attributes { size: size_of::<Attributes>() as u32, runtime: SLICE, ..Attributes::default() };
     // SAFETY: a structure of the size that it states, which the kernel reads.
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::SharedBuf;
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use rustix::process::{WaitOptions, waitpid};
+
+    use super::*;
+    use crate::guard::Guard;
+
+    #[test]
+    fn an_access_to_a_missing_page_says_whose_it_was() {
+        if !crate::can_watch_memory() {
+            println!("SKIPPED: userfaultfd is not allowed here");
+            return;
+        }
+        for (of_a_client, says) in [(true, Ending::MissingPage), (false, Ending::Bug)] {
+            let fd = memfd_create("hole", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+            ftruncate(&fd, 64 << 10).unwrap();
+            fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+            // The child uses nothing that another test may have locked.
+            let child = fork_apart(vec![fd], |mut fds| {
+                end_at_missing_pages();
+                let (buf, guard) = (SharedBuf::import(fds.remove(0)).unwrap(), Guard::new().unwrap());
+                let _watched = guard.watch(&buf).unwrap();
+                if of_a_client {
+                    buf.as_volatile_slice().load_u32(4096);
+                } else {
+                    let _ = nix::sys::signal::raise(Signal::SIGBUS);
+                }
+                Ending::Disconnected
+            });
+            let (_, status) = waitpid(Some(child.unwrap()), WaitOptions::empty()).unwrap().unwrap();
+            assert_eq!(status.exit_status(), Some(says as i32));
+        }
+    }
 }

@@ -11,9 +11,8 @@ use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{ClientLimits, Config};
-use crate::connection::{Connection, Handled};
+use crate::connection::Connection;
 use crate::peer::Peer;
-use crate::server::resources;
 use crate::state::ServerState;
 use crate::wire::{
     ClientRequest, ClientStatus, FAILED, FunctionFiles, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader, VERSION,
@@ -71,14 +70,15 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
     let peer = Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false };
     let (socket, _other) = std::os::unix::net::UnixStream::pair().expect("a socket");
     let row = ClientStatus { client: 1, ..ClientStatus::new_zeroed() };
-    let seat = state.table.sit(1, row, 0).expect("a free seat");
+    let seat = state.table.sit(1, row).expect("a free seat");
     let mut connection = Connection::new(seat, 1, peer, socket.into()).expect("an epoll");
     if input.u8() & 1 == 0 {
         let hello = ClientRequest::Hello { min: VERSION, max: VERSION }.encode(1);
-        assert!(matches!(connection.handle(state, &hello, &mut Vec::new()), Handled::Answer(_)));
+        connection.handle(state, &hello, &mut Vec::new());
         let open = ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
         let mut files = files.fds().iter().map(|fd| fd.try_clone_to_owned().expect("a descriptor")).collect();
-        assert!(matches!(connection.handle(state, &open, &mut files), Handled::Answer(_)));
+        connection.handle(state, &open, &mut files);
+        assert_eq!(connection.errors, 0);
     }
     let mut iovas: Vec<u64> = Vec::new();
     for seqno in 3..3 + MESSAGES as u64 {
@@ -137,27 +137,26 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             fds.extend(fd);
         }
         assert!(fds.len() <= MAX_FDS);
-        let before = resources(&connection.row());
-        match connection.handle(state, &message, &mut fds) {
-            Handled::Answer(answer) => {
-                let header = well_formed(&answer.bytes);
-                let body = &answer.bytes[size_of::<MessageHeader>()..];
-                let first = body.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
-                match ClientRequest::decode(&message).map(|(_, request)| request) {
-                    Ok(ClientRequest::Map { .. }) => iovas.push(first),
-                    Ok(_) => {}
-                    Err(_) => panic!("{header:?} answers a malformed request"),
-                }
+        let before = connection.row().resources();
+        let errors = connection.errors;
+        let answer = connection.handle(state, &message, &mut fds);
+        let header = well_formed(&answer);
+        if connection.errors > errors {
+            assert_eq!(header.opcode.get(), FAILED);
+            assert_eq!(connection.row().resources(), before, "a refusal changes nothing");
+        } else {
+            let first = answer[size_of::<MessageHeader>()..].first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
+            match ClientRequest::decode(&message).map(|(_, request)| request) {
+                Ok(ClientRequest::Map { .. }) => iovas.push(first),
+                Ok(_) => {}
+                Err(_) => panic!("{header:?} answers a malformed request"),
             }
-            Handled::Refused(answer) => {
-                assert_eq!(well_formed(&answer.bytes).opcode.get(), FAILED);
-                assert!(answer.fds.is_empty());
-                assert_eq!(resources(&connection.row()), before, "a refusal changes nothing");
-            }
-            Handled::Status { .. } => {}
         }
-        let now = resources(&connection.row());
-        assert!(now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.card <= 6 << 20, "{now:?}");
+        let now = connection.row();
+        assert!(
+            now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.ddr + now.hbm <= 6 << 20,
+            "{now:?}"
+        );
         let frames = connection.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
         assert!(now.mappings > 0 || frames == 0, "frames without a mapping");
     }
@@ -169,7 +168,7 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
         drop(function);
     }
     let accounts = &state.accounts;
-    let used = [&accounts.memory, &accounts.ddr, &accounts.hbm].map(|a| a.in_use(&state.table.lock(), None));
+    let used = [&accounts.memory, &accounts.ddr, &accounts.hbm].map(|a| a.in_use(None));
     assert_eq!(used, [0; 3], "memory or card memory leaked");
     state.table.stand(seat);
 }

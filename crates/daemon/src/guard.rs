@@ -5,7 +5,9 @@
 //! fails with EFAULT. `unsafe` is for its two ioctls (linux/userfaultfd.h).
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::{Mutex, PoisonError};
 
 use dmalane_dma::SharedBuf;
 use rustix::io::Errno;
@@ -44,6 +46,24 @@ pub fn can_watch_memory() -> bool {
     Guard::new().is_ok()
 }
 
+/// Memory of this process that is watched, by its first address.
+static WATCHED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+
+/// Whether an address is in memory that is watched. For a signal handler: it waits for nobody, and takes memory that is
+/// just being mapped or unmapped for watched.
+pub(crate) fn is_watched(address: usize) -> bool {
+    WATCHED.try_lock().map_or(true, |all| all.range(..=address).next_back().is_some_and(|(_, end)| address < *end))
+}
+
+/// A buffer that is watched, until this is dropped.
+pub(crate) struct Watched(usize);
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        WATCHED.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
+    }
+}
+
 /// Watches memory of this process.
 pub(crate) struct Guard(OwnedFd);
 
@@ -66,12 +86,14 @@ impl Guard {
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn watch(&self, buf: &SharedBuf) -> Result<(), Errno> {
+    pub(crate) fn watch(&self, buf: &SharedBuf) -> Result<Watched, Errno> {
         let bytes = buf.as_volatile_slice();
-        let start = bytes.as_ptr().addr() as u64;
-        let mut register = Register { start, len: bytes.len() as u64, mode: MODE_MISSING, ioctls: 0 };
+        let start = bytes.as_ptr().addr();
+        let mut register = Register { start: start as u64, len: bytes.len() as u64, mode: MODE_MISSING, ioctls: 0 };
         // SAFETY: UFFDIO_REGISTER reads and writes one `Register`; the memory is the buffer's, and keeps its contents.
-        unsafe { ioctl(&self.0, Updater::<{ opcode::read_write::<Register>(0xaa, 0) }, _>::new(&mut register)) }
+        unsafe { ioctl(&self.0, Updater::<{ opcode::read_write::<Register>(0xaa, 0) }, _>::new(&mut register)) }?;
+        WATCHED.lock().unwrap_or_else(PoisonError::into_inner).insert(start, start + bytes.len());
+        Ok(Watched(start))
     }
 }
 
@@ -98,7 +120,10 @@ mod tests {
         let client = SharedBuf::import(fd.as_fd().try_clone_to_owned().unwrap()).unwrap();
         client.as_volatile_slice().sub(0, 16 << 10).unwrap().fill(7);
         let daemon = SharedBuf::import(fd.as_fd().try_clone_to_owned().unwrap()).unwrap();
-        guard.watch(&daemon).unwrap();
+        let watched = guard.watch(&daemon).unwrap();
+        let start = daemon.as_volatile_slice().as_ptr().addr();
+        let inside = [start - 1, start, start + (64 << 10) - 1, start + (64 << 10)].map(is_watched);
+        assert_eq!(inside, [false, true, true, false]);
         let pages = || fstat(&fd).unwrap().st_blocks / 8;
         daemon.populate(0, 16 << 10).unwrap();
         assert_eq!(daemon.as_volatile_slice().load_u32(4096), Some(0x0707_0707));
@@ -110,5 +135,7 @@ mod tests {
         client.as_volatile_slice().store_u32(4096, 9).unwrap();
         daemon.populate(0, 16 << 10).unwrap();
         assert_eq!((daemon.as_volatile_slice().load_u32(4096), pages()), (Some(9), 4));
+        drop(watched);
+        assert!(!is_watched(start));
     }
 }

@@ -52,6 +52,7 @@ mod fork;
 mod function;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+mod gate;
 mod guard;
 mod listener;
 mod log;
@@ -72,6 +73,6 @@ pub use config::{BadConfig, ClientLimits, Config};
 pub use error::ServerError;
 pub use guard::can_watch_memory;
 pub use listener::{Listener, SOCKET};
-pub use log::{ClientResources, ServerEvent};
+pub use log::ServerEvent;
 pub use server::Server;
 pub use wire::{ClientStatus, Totals};

@@ -16,7 +16,7 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 /// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
-    /// `None` only after [`Listener::close`].
+    /// `None` once it is handed to the process that accepts.
     pub(crate) socket: Option<OwnedFd>,
     /// File to remove on drop.
     path: Option<PathBuf>,
@@ -80,23 +80,13 @@ impl Listener {
         // Peers that have connected before may have sent some.
         Ok(Self { socket: Some(socket), path: None })
     }
-
-    /// Removes the socket's file and returns the socket, which the caller closes.
-    pub(crate) fn close(mut self) -> Option<OwnedFd> {
-        self.unlink();
-        self.socket.take()
-    }
-
-    fn unlink(&mut self) {
-        if let Some(path) = self.path.take() {
-            let _ = rustix::fs::unlink(path);
-        }
-    }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.unlink();
+        if let Some(path) = self.path.take() {
+            let _ = rustix::fs::unlink(path);
+        }
     }
 }
 

@@ -1,110 +1,81 @@
-//! Events for the daemon's log, and how many of them are logged.
+//! The daemon's log: what its processes tell it, and how much of that is logged.
 
 use std::collections::HashMap;
 use std::fmt;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+
+use crate::wire::Code;
 
 /// Events of a user that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
 const MAX_LOGGED: u32 = 64;
 const LOG_WINDOW: Duration = Duration::from_secs(10);
 /// Users with limits of their own; further ones share one, so that a user of many numbers does not flood the log.
 const MAX_LOGGED_USERS: usize = 64;
+/// Most bytes of a message for the log.
+const MAX_NOTE: usize = 512;
 
-/// Resources of a client.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct ClientResources {
-    /// Buffers.
-    pub buffers: usize,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Mappings.
-    pub mappings: usize,
-    /// Card memory in bytes.
-    pub card: u64,
-}
-
-/// An event for the daemon's log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// An event for the daemon's log: a client or a peer that has come, gone or was refused, or a warning.
+#[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum ServerEvent {
-    /// A client has connected and opened a function.
-    Connected {
-        /// Number of the client.
-        client: u64,
-        /// Process of the client.
-        pid: u32,
-        /// User of the client.
-        uid: u32,
-    },
-    /// A connection was refused.
-    Refused {
-        /// Process that connected.
-        pid: u32,
-        /// User that connected.
-        uid: u32,
-        /// Reason.
-        why: &'static str,
-    },
-    /// This many further clients of a user, or of several, came, went or were refused without a log entry each.
-    More(u64, Option<u32>),
-    /// A client has disconnected, and its resources were released.
-    Disconnected {
-        /// Number of the client.
-        client: u64,
-        /// Why the connection ended.
-        why: &'static str,
-        /// Released resources.
-        released: ClientResources,
-        /// Time that its queues took to stop.
-        after: Duration,
-    },
-    /// A client has disconnected, but its queues have not stopped; its resources stay allocated until they do.
-    NotStopped {
-        /// Number of the client.
-        client: u64,
-        /// Resources that stay allocated.
-        resources: ClientResources,
-    },
-    /// The kernel does not let the daemon watch clients' memory: a client that gives pages back makes the kernel charge
-    /// new ones to the daemon's control group.
-    Unguarded(Errno),
-    /// A connection could not be accepted for lack of descriptors or memory; the daemon will try again.
-    AcceptFailed(Errno),
+pub struct ServerEvent {
+    /// Something is wrong with the daemon or its machine: to be logged in any case.
+    pub is_warning: bool,
+    text: String,
 }
 
 impl fmt::Display for ServerEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Connected { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
-            Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
-            Self::More(n, user) => {
-                let whose = user.map_or("other users".to_owned(), |user| format!("user {user}"));
-                write!(f, "{n} more clients of {whose} connected, disconnected or were refused within {LOG_WINDOW:?}")
-            }
-            Self::Disconnected { client, why, released, after } => {
-                let ClientResources { buffers, bytes, mappings, card } = released;
-                write!(
-                    f,
-                    "client {client}: {why}; stopped after {after:?}, released {buffers} buffers ({bytes} bytes), \
-                     {mappings} mappings, {card} bytes of card memory"
-                )
-            }
-            Self::NotStopped { client, resources } => write!(
-                f,
-                "client {client}: its queues have not stopped; still allocated: {} buffers ({} bytes), {} bytes of \
-                 card memory",
-                resources.buffers, resources.bytes, resources.card
-            ),
-            Self::Unguarded(e) => write!(
-                f,
-                "userfaultfd is not allowed here ({e}): clients that give back pages of mapped memory make this \
-                 control group pay for new ones; allow it in the seccomp profile (Linux 5.11 or later)"
-            ),
-            Self::AcceptFailed(e) => write!(f, "cannot accept a connection now: {e}"),
-        }
+        f.write_str(&self.text)
     }
+}
+
+/// Why a client's process ends: its exit status.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// It has not said so.
+    Killed,
+    Disconnected,
+    Failed,
+    NotOpened,
+    Unread,
+    ShutDown,
+    MissingPage,
+    Bug,
+}
+
+impl Ending {
+    /// The text for the log of an exit status.
+    pub(crate) fn text(status: i32) -> &'static str {
+        const TEXTS: [&str; Ending::Bug as usize + 1] = [
+            "its process was killed",
+            "the client disconnected",
+            "the connection failed",
+            "the client did not open a function in time",
+            "the client does not read its answers",
+            "the daemon is shutting down",
+            "a page of mapped memory was gone when the card accessed it",
+            "a bug in the daemon",
+        ];
+        TEXTS.get(status as usize).unwrap_or(&TEXTS[Self::Bug as usize])
+    }
+}
+
+/// Why a connection is refused.
+pub(crate) const REFUSALS: [(Code, &str); 3] = [
+    (Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"),
+    (Code::Quota, "the daemon has reached its limit of clients (--clients)"),
+    (Code::Quota, "this user has reached the limit of clients (--user-clients)"),
+];
+
+/// Tells the daemon, from another process, what a user has caused, or a warning. It is lost when the daemon does not
+/// read: nobody waits for the log.
+pub(crate) fn tell(daemon: impl AsFd, user: Option<u32>, text: &str) {
+    let user = user.map_or(u64::MAX, u64::from).to_ne_bytes();
+    let note = [&user, text.as_bytes()].concat();
+    let _ = rustix::net::send(daemon, &note[..note.len().min(MAX_NOTE)], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
 /// The daemon's log. It limits the entries of each user, so that peers that come and go do not flood it, and nobody
@@ -122,18 +93,32 @@ impl Log {
         Self { sink: Box::new(sink), users: HashMap::new() }
     }
 
-    /// Logs an event that no user causes often.
-    pub(crate) fn always(&mut self, event: &ServerEvent) {
-        (self.sink)(event);
+    /// Logs what another process tells, if it does: false when there are no others.
+    pub(crate) fn hear(&mut self, processes: impl AsFd, now: Instant) -> bool {
+        let mut note = [0; MAX_NOTE];
+        while let Ok((n, _)) = rustix::net::recv(&processes, &mut note, RecvFlags::DONTWAIT) {
+            let Some((user, text)) = note[..n].split_first_chunk::<8>() else { return false };
+            let text = String::from_utf8_lossy(text).into_owned();
+            match u32::try_from(u64::from_ne_bytes(*user)) {
+                Ok(user) => self.of(user, text, now),
+                Err(_) => self.warn(text),
+            }
+        }
+        true
+    }
+
+    /// Logs what no user causes often.
+    pub(crate) fn warn(&mut self, text: String) {
+        (self.sink)(&ServerEvent { is_warning: true, text });
     }
 
     /// Logs an event of a user, or counts it.
-    pub(crate) fn of(&mut self, user: u32, event: &ServerEvent, now: Instant) {
+    fn of(&mut self, user: u32, text: String, now: Instant) {
         let own = self.users.contains_key(&Some(user)) || self.users.len() < MAX_LOGGED_USERS;
         let Window(_, logged, counted) = self.users.entry(own.then_some(user)).or_insert(Window(now, 0, 0));
         if *logged < MAX_LOGGED {
             *logged += 1;
-            (self.sink)(event);
+            (self.sink)(&ServerEvent { is_warning: false, text });
         } else {
             *counted += 1;
         }
@@ -145,7 +130,11 @@ impl Log {
         users.retain(|user, Window(since, _, counted)| {
             let ended = now.saturating_duration_since(*since) >= LOG_WINDOW;
             if ended && *counted > 0 {
-                sink(&ServerEvent::More(*counted, *user));
+                let whose = user.map_or("other users".to_owned(), |user| format!("user {user}"));
+                let text = format!(
+                    "{counted} more clients of {whose} connected, disconnected or were refused within {LOG_WINDOW:?}"
+                );
+                sink(&ServerEvent { is_warning: false, text });
             }
             !ended
         });
@@ -162,11 +151,13 @@ mod tests {
     fn nobody_floods_the_log_or_hides_what_others_do() {
         let (entries, start) = (Arc::new(Mutex::new(Vec::new())), Instant::now());
         let sink = entries.clone();
-        let mut log = Log::new(move |event| sink.lock().unwrap().push(event.to_string()));
+        let mut log = Log::new(move |event| {
+            assert_eq!(event.is_warning, event.to_string() == "a warning");
+            sink.lock().unwrap().push(event.to_string());
+        });
         let taken = || std::mem::take(&mut *entries.lock().unwrap());
-        let refused = |uid| ServerEvent::Refused { pid: 1, uid, why: "no" };
         let mut logged = |user, times| {
-            (0..times).for_each(|_| log.of(user, &refused(user), start));
+            (0..times).for_each(|_| log.of(user, "no".to_owned(), start));
             taken().len()
         };
         assert_eq!([(7, 100), (8, 64), (7, 1)].map(|(user, times)| logged(user, times)), [64, 64, 0]);
@@ -182,8 +173,11 @@ mod tests {
         let others = 4 * MAX_LOGGED_USERS - (MAX_LOGGED_USERS - 2) - MAX_LOGGED as usize;
         let text = |n: usize, whose| format!("{n} more clients of {whose} {within}");
         assert_eq!(counted, [text(others, "other users"), text(37, "user 7")]);
+        // Warnings are always logged, and known for what they are.
+        log.warn("a warning".to_owned());
+        assert_eq!(taken(), ["a warning"]);
         // A new window.
-        log.of(7, &refused(7), start + LOG_WINDOW);
+        log.of(7, "no".to_owned(), start + LOG_WINDOW);
         assert_eq!(taken().len(), 1);
     }
 }

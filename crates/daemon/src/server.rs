@@ -1,81 +1,38 @@
-//! The server: accepts connections, each of which a process of its own serves, and ends them when the daemon ends.
+//! The daemon: it starts the process that accepts connections, and writes the log.
 
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, socketpair};
-use zerocopy::FromZeros;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, socketpair};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
 use crate::config::Config;
 use crate::error::ServerError;
-use crate::fork::{Forker, end_at_missing_pages};
+use crate::fork::fork_first;
+use crate::gate::{CLOSE_TIMEOUT, Gate};
 use crate::guard::Guard;
 use crate::listener::Listener;
-use crate::log::{ClientResources, Log, ServerEvent};
-use crate::peer::Peer;
-use crate::serving::{NOT_STOPPED, OPENED, REFUSALS, RELEASED, Serving};
-use crate::socket;
+use crate::log::{Log, ServerEvent};
 use crate::state::ServerState;
-use crate::table::{Ending, Table};
-use crate::thread::{take_time, yield_to_worker};
-use crate::wire::{ClientStatus, Totals, failed};
+use crate::table::timespec_of;
+use crate::wire::Totals;
 
-/// Connections beyond the limit, reserved for status requests of the operator.
-pub(crate) const OPERATOR_CONNECTIONS: usize = 4;
-/// Time that shutdown waits beyond the time in which queues have to stop.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// An unpaid connection blocks `accept` for this many times its cost, so that such connections do not take much of the
-/// processors' time. It was refused.
-const UNPAID_REST: u32 = 3;
-/// The longest that an unpaid connection blocks `accept`: another process may have had the processor.
-const MAX_REST: Duration = Duration::from_millis(1);
-/// Processes of a user that may be ending without counting as clients: what they close may take any time.
-const MAX_ENDING: usize = 8;
-/// A connection costs its user this beside the time that is measured: a process starts and ends.
-const PROCESS_TIME: Duration = Duration::from_millis(1);
-/// How often the daemon looks whether users have paid, while connections wait for that.
-const PAY_INTERVAL: Duration = Duration::from_millis(2);
-/// How often the log is looked after.
+/// How often the daemon looks after its log, and whether its process is there.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// Refused connections that are being closed, on threads of their own; beyond that, none is accepted.
-const MAX_CLOSES: usize = 256;
-/// Bytes of the stack of a thread that closes a socket.
-const STACK: usize = 64 << 10;
 
 /// A daemon.
 ///
 /// Clients are served by processes of their own, which a process forks that [`Server::new`] forks. A program that has
 /// locks of its own should call it before it starts threads.
 pub struct Server {
-    table: Arc<Table>,
-    config: Config,
-    forker: Forker,
+    state: ServerState,
     log: Log,
-    clients: Vec<Client>,
-    next: u64,
-    /// A reference for each refused connection that is being closed.
-    closes: Arc<()>,
-}
-
-/// A client, as the daemon knows it.
-struct Client {
-    id: u64,
-    seat: usize,
-    peer: Peer,
-    /// The end of a socket pair with the client's process.
-    control: OwnedFd,
-    /// Its socket, and the other end of `control`, until its process is started.
-    waiting: Option<[OwnedFd; 2]>,
-    /// It has opened a function.
-    served: bool,
-    /// Its resources are released, and it counts no more: its process ends.
-    released: bool,
+    /// The end of a socket pair, whose other one all processes of the daemon have.
+    processes: OwnedFd,
+    /// The process that forks the others.
+    forker: Pid,
 }
 
 impl Server {
@@ -87,278 +44,62 @@ impl Server {
         config.check()?;
         let mut log = Log::new(log);
         if let Err(why) = Guard::new() {
-            log.always(&ServerEvent::Unguarded(why));
+            log.warn(format!(
+                "userfaultfd is not allowed here ({why}): clients that give back pages of mapped memory make this \
+                 control group pay for new ones; allow it in the seccomp profile (Linux 5.11 or later)"
+            ));
         }
-        let state = ServerState::new(config.clone())?;
-        let table = state.table.clone();
-        let serve = move |seat, socket, control| {
-            end_at_missing_pages(&state.table, seat);
-            if let Ok(serving) = Serving::new(&state, seat, socket, control) {
-                serving.run();
-            }
-        };
-        let forker = Forker::start(serve)?;
-        Ok(Self { table, config, forker, log, clients: Vec::new(), next: 1, closes: Arc::default() })
+        let state = ServerState::new(config)?;
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (processes, theirs) = pair.map_err(std::io::Error::from)?;
+        let forker = fork_first(theirs, |daemon| Gate::new(&state, daemon).run()).map_err(std::io::Error::from)?;
+        Ok(Self { state, log, processes, forker })
     }
 
     /// Serves until `stop` becomes readable or its other end is closed. Then closes each client's connection once the
-    /// client's queues have stopped. The calling thread's nice value becomes 10, as that of all threads but those that
-    /// move bytes.
+    /// client's queues have stopped.
     ///
     /// # Errors
     /// [`ServerError::Io`], [`ServerError::ForkerDied`].
-    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServerError> {
-        yield_to_worker();
-        let result = self.serve(&listener, stop);
-        // No new connections, and no more changes of clients' memory. Pending connections may carry descriptors.
-        if let Some(socket) = listener.close() {
-            self.close_apart(socket);
-        }
-        for client in std::mem::take(&mut self.clients) {
-            match client.waiting {
-                Some([socket, _]) => self.close_apart(socket),
-                None => self.clients.push(client),
-            }
-        }
-        for client in &self.clients {
-            let _ = rustix::net::shutdown(&client.control, Shutdown::Write);
-        }
-        let end = Instant::now() + self.config.stop_timeout + CLOSE_TIMEOUT;
-        while (!self.clients.is_empty() || Arc::strong_count(&self.closes) > 1) && Instant::now() < end {
-            let wait = if self.clients.is_empty() { Duration::from_millis(1) } else { INTERVAL };
-            self.look_at_clients(&[], wait)?;
-        }
-        let totals = self.table.lock().totals;
-        result.map(|()| totals)
-    }
-
-    fn serve(&mut self, listener: &Listener, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
-        let listener = listener.socket.as_ref().expect("a listener that is not closed");
-        // No connection is accepted before this time.
-        let mut rest: Option<Instant> = None;
-        loop {
-            let now = Instant::now();
-            rest = rest.filter(|until| now < *until);
-            let can_accept = rest.is_none() && Arc::strong_count(&self.closes) <= MAX_CLOSES;
-            let paying = self.clients.iter().any(|client| client.waiting.is_some());
-            let wait = rest.map_or(if paying { PAY_INTERVAL } else { INTERVAL }, |until| until - now);
-            let watched = [(stop, true), (listener.as_fd(), can_accept)];
-            let [stopped, connected] = self.look_at_clients(&watched, wait)?[..] else { unreachable!("two") };
-            if stopped {
-                return Ok(());
-            }
-            if self.forker.is_gone() {
+    pub fn run(mut self, mut listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServerError> {
+        let socket = listener.socket.take().expect("a listener that was not used");
+        let handed = dmalane_dma::send_with_fds(&self.processes, &[0], &[socket.as_fd()], SendFlags::empty());
+        handed.map_err(std::io::Error::from)?;
+        drop(socket);
+        while !self.look(Some(stop))? {
+            if !matches!(waitpid(Some(self.forker), WaitOptions::NOHANG), Ok(None)) {
                 return Err(ServerError::ForkerDied);
             }
-            self.log.catch_up(now);
-            self.start_processes();
-            if !connected || !can_accept {
-                continue;
-            }
-            let began = Instant::now();
-            match self.accept(listener) {
-                Ok(true) => {}
-                Ok(false) => rest = Some(Instant::now() + (UNPAID_REST * began.elapsed()).min(MAX_REST)),
-                Err(e) => {
-                    self.log.always(&ServerEvent::AcceptFailed(e));
-                    rest = Some(Instant::now() + INTERVAL / 2);
-                }
-            }
         }
+        drop(listener);
+        let _ = rustix::net::send(&self.processes, &[0], SendFlags::NOSIGNAL);
+        let end = Instant::now() + self.state.config.stop_timeout + 2 * CLOSE_TIMEOUT;
+        // All processes have ended when nobody has their end of the pair.
+        while Instant::now() < end && !self.look(None)? {}
+        Ok(self.state.table.totals())
     }
 
-    /// Waits until one of these descriptors is ready, a client's process says something, or the time is over. Returns
-    /// which descriptors are ready, of those that are wanted.
-    fn look_at_clients(
-        &mut self,
-        watched: &[(BorrowedFd<'_>, bool)],
-        wait: Duration,
-    ) -> Result<Vec<bool>, ServerError> {
-        let flags = |wanted: bool| if wanted { PollFlags::IN } else { PollFlags::empty() };
-        let mut fds: Vec<PollFd<'_>> =
-            watched.iter().map(|(fd, wanted)| PollFd::from_borrowed_fd(*fd, flags(*wanted))).collect();
-        fds.extend(self.clients.iter().map(|client| PollFd::new(&client.control, PollFlags::IN)));
-        let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(wait.subsec_nanos()) };
-        match poll(&mut fds, Some(&timeout)) {
+    /// Waits for notes and logs them; true when it is time to stop, or, without that, when all processes have ended.
+    fn look(&mut self, stop: Option<BorrowedFd<'_>>) -> Result<bool, ServerError> {
+        let fds = [Some(self.processes.as_fd()), stop];
+        let mut fds: Vec<_> = fds.into_iter().flatten().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        match poll(&mut fds, Some(&timespec_of(INTERVAL))) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(e) => return Err(io::Error::from(e).into()),
+            Err(e) => return Err(std::io::Error::from(e).into()),
         }
-        let mut ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        let mut heard = ready.split_off(watched.len()).into_iter();
-        let mut clients = std::mem::take(&mut self.clients);
-        clients.retain_mut(|client| !heard.next().is_some_and(|heard| heard) || self.hear(client));
-        self.clients = clients;
-        Ok(ready)
-    }
-
-    /// Hears what a client's process says; false when it has ended.
-    fn hear(&mut self, client: &mut Client) -> bool {
-        let mut byte = [0];
-        match rustix::net::recv(&client.control, &mut byte, RecvFlags::DONTWAIT) {
-            Ok((1, _)) if byte[0] == OPENED => {
-                let Peer { pid, uid, user, .. } = client.peer;
-                client.served = true;
-                self.table.lock().totals.served += 1;
-                let event = ServerEvent::Connected { client: client.id, pid, uid };
-                self.log.of(user, &event, Instant::now());
-                true
-            }
-            Ok((1, _)) if byte[0] == NOT_STOPPED => {
-                let resources = resources(&self.table.lock().seats[client.seat].row);
-                self.log.always(&ServerEvent::NotStopped { client: client.id, resources });
-                true
-            }
-            Ok((1, _)) if byte[0] == RELEASED => {
-                self.released(client);
-                true
-            }
-            Err(Errno::AGAIN | Errno::INTR) => true,
-            _ => {
-                self.released(client);
-                self.table.stand(client.seat);
-                false
-            }
-        }
-    }
-
-    /// Logs, once, that a client's resources are released.
-    fn released(&mut self, client: &mut Client) {
-        if std::mem::replace(&mut client.released, true) {
-            return;
-        }
-        let (row, why, after) = {
-            let mut state = self.table.lock();
-            state.totals.released += u64::from(client.served);
-            let seat = &state.seats[client.seat];
-            (seat.row, seat.why, Duration::from_nanos(seat.stopped_after))
-        };
-        let missed = self.table.missed(client.seat).load(Ordering::SeqCst) == 1;
-        let text =
-            if missed { "a page of mapped memory was gone when the card accessed it" } else { Ending::text(why) };
-        if client.served || why == 0 {
-            let event = ServerEvent::Disconnected { client: client.id, why: text, released: resources(&row), after };
-            self.log.of(client.peer.user, &event, Instant::now());
-        }
-    }
-
-    /// Accepts or refuses a connection. False when nobody pays for that.
-    fn accept(&mut self, listener: &OwnedFd) -> Result<bool, Errno> {
-        take_time();
-        let began = Instant::now();
-        let socket = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
-            Ok(socket) => socket,
-            // The peer has already disconnected.
-            Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(true),
-            Err(e) => return Err(e),
-        };
-        let Ok(peer) = Peer::of(&socket, &self.config) else {
-            // Of this peer alone: others are accepted.
-            self.disconnect(socket);
-            return Ok(false);
-        };
-        let Peer { pid, uid, user, allowed, admin } = peer;
-        // Who has seen the end of a connection has its place again.
-        let _ = self.look_at_clients(&[], Duration::ZERO);
-        let of = |released, own: bool| {
-            let counts = |client: &&Client| client.released == released && (!own || client.peer.user == user);
-            self.clients.iter().filter(counts).count()
-        };
-        let (connected, of_the_user) = (of(false, false), of(false, true) + of(true, true).saturating_sub(MAX_ENDING));
-        let too_many = [connected >= self.config.clients, of_the_user >= self.config.clients_per_user()];
-        let refusal = [!allowed, too_many[0], too_many[1]].into_iter().position(|refused| refused);
-        if let Some(refusal) = refusal
-            // An administrator may always request the status.
-            && !(admin && connected < self.config.clients + OPERATOR_CONNECTIONS)
-        {
-            let (code, why) = REFUSALS[refusal];
-            self.table.lock().totals.refused += 1;
-            self.log.of(user, &ServerEvent::Refused { pid, uid, why }, began);
-            let _ = socket::send(&socket, &failed(0, code, why), &[], false);
-            self.disconnect(socket);
-            return Ok(false);
-        }
-        let id = self.next;
-        let row = ClientStatus { client: id, pid, uid, ..ClientStatus::new_zeroed() };
-        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-        let seat = self.table.sit(user, row, refusal.map_or(0, |refusal| refusal as u32 + 1)).ok_or(Errno::AGAIN);
-        let (control, theirs, seat) = match (pair, seat) {
-            (Ok((control, theirs)), Ok(seat)) => (control, theirs, seat),
-            (pair, seat) => {
-                self.close_apart(socket);
-                if let Ok(seat) = seat {
-                    self.table.stand(seat);
-                }
-                return Err(pair.err().unwrap_or(Errno::AGAIN));
-            }
-        };
-        self.next += 1;
-        let waiting = Some([socket, theirs]);
-        self.clients.push(Client { id, seat, peer, control, waiting, served: false, released: false });
-        self.table.charge(seat, take_time());
-        self.start_processes();
-        Ok(true)
-    }
-
-    /// Starts processes for clients whose users owe nothing, and forgets those that have gone.
-    fn start_processes(&mut self) {
-        if self.clients.iter().all(|client| client.waiting.is_none()) {
-            return;
-        }
-        let now = Timespec::default();
-        for mut client in std::mem::take(&mut self.clients) {
-            if let Some([socket, theirs]) = client.waiting.take() {
-                // Without flags, only the end of the connection is reported.
-                let gone = poll(&mut [PollFd::new(&socket, PollFlags::empty())], Some(&now)).is_ok_and(|n| n > 0);
-                if gone {
-                    self.table.stand(client.seat);
-                    self.close_apart(socket);
-                    continue;
-                }
-                if self.table.owes(client.seat) {
-                    client.waiting = Some([socket, theirs]);
-                } else {
-                    self.table.charge(client.seat, PROCESS_TIME);
-                    if let Err(e) = self.forker.fork(client.seat, &socket, &theirs) {
-                        // Its end of the pair is closed, as if its process had ended.
-                        self.log.of(client.peer.user, &ServerEvent::AcceptFailed(e), Instant::now());
-                        self.close_apart(socket);
-                    } else {
-                        drop((socket, theirs));
-                        // It begins when this process has no more to close.
-                        let _ = rustix::net::send(&client.control, &[0], SendFlags::NOSIGNAL);
-                    }
-                }
-            }
-            self.clients.push(client);
-        }
-    }
-
-    /// Ends a connection, with messages left unread, which may carry descriptors (before Linux 6.16, and where the
-    /// daemon has inherited the listening socket): closing it may take any time.
-    fn disconnect(&self, socket: OwnedFd) {
-        let _ = rustix::net::shutdown(&socket, Shutdown::Both);
-        self.close_apart(socket);
-    }
-
-    /// Closes a socket on a thread of its own.
-    fn close_apart(&self, socket: OwnedFd) {
-        let counted = self.closes.clone();
-        let close = move || {
-            yield_to_worker();
-            drop((socket, counted));
-        };
-        // Where no thread can be started, this one closes it.
-        let _ = thread::Builder::new().name("dmalaned-close".to_owned()).stack_size(STACK).spawn(close);
+        let stopped = fds.get(1).is_some_and(|stop| !stop.revents().is_empty());
+        let now = Instant::now();
+        self.log.catch_up(now);
+        let are_there = self.log.hear(&self.processes, now);
+        Ok(stopped || (stop.is_none() && !are_there))
     }
 }
 
-/// The resources of a client, as its row shows them.
-pub(crate) fn resources(row: &ClientStatus) -> ClientResources {
-    ClientResources {
-        buffers: row.buffers as usize,
-        bytes: row.bytes,
-        mappings: row.mappings as usize,
-        card: row.ddr + row.hbm,
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Its children end with it.
+        let _ = kill_process(self.forker, Signal::KILL);
+        let _ = waitpid(Some(self.forker), WaitOptions::empty());
     }
 }
 
@@ -367,14 +108,19 @@ mod tests {
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
-    use std::sync::Mutex;
+    use std::sync::{Arc, Mutex};
+    use std::thread;
 
     use dmalane_card::Card;
     use dmalane_dma::MemfdHeap;
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+    use rustix::event::Timespec;
+    use rustix::net::SocketAddrUnix;
     use zerocopy::FromZeros;
 
     use super::*;
+    use crate::gate::OPERATOR_CONNECTIONS;
+    use crate::socket;
+    use crate::table::Table;
     use crate::wire::{ClientRequest, ClientStatus};
     use crate::{Client, ClientOptions, status};
 
@@ -384,7 +130,7 @@ mod tests {
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
         let server = Server::new(Config::default(), |_| {}).unwrap();
-        let forker = server.forker.pid();
+        let forker = server.forker;
         let (_stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()));
         let client = Client::connect(ClientOptions::new(&path)).unwrap();
@@ -447,6 +193,9 @@ mod tests {
             assert!(answered(refused), "it is told why");
             socket::send(&served[0], &ClientRequest::Hello { min: 0, max: 9 }.encode(1), &[], false).unwrap();
             assert!(answered(&served[0]), "the daemon goes on");
+            // Also when what was refused is being closed.
+            thread::sleep(Duration::from_millis(200));
+            assert!(answered(&connect(0)), "the next one is told, too");
             drop((peer, stop));
             assert!(daemon.join().unwrap().refused >= 1);
         }
@@ -454,7 +203,7 @@ mod tests {
 
     /// Whether turns are given.
     fn pause(table: &Table, paused: bool) {
-        table.lock().turns.paused = paused.into();
+        table.lock().paused = paused.into();
     }
 
     #[test]
@@ -463,7 +212,7 @@ mod tests {
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
         let server = Server::new(Config::default(), |_| {}).unwrap();
-        let (table, me) = (server.table.clone(), rustix::process::geteuid().as_raw());
+        let (table, me) = (server.state.table.clone(), rustix::process::geteuid().as_raw());
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         let client = Client::connect(ClientOptions::new(&path)).unwrap();
@@ -473,7 +222,7 @@ mod tests {
         // Who is alone is served: nobody has a loss.
         ask();
         let other = ClientStatus { client: u64::MAX, ..ClientStatus::new_zeroed() };
-        let seat = table.sit(me + 1, other, 0).unwrap();
+        let seat = table.sit(me + 1, other).unwrap();
         thread::scope(|scope| {
             let asked = scope.spawn(ask);
             thread::sleep(Duration::from_millis(100));
@@ -492,68 +241,102 @@ mod tests {
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
         let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
+        let forker = server.forker.as_raw_nonzero();
         let (stop, stopped) = UnixStream::pair().unwrap();
-        let daemon = thread::spawn(move || {
-            let before = crate::thread::thread_time();
-            let totals = server.run(listener, stopped.as_fd()).unwrap();
-            (totals, crate::thread::thread_time() - before)
-        });
-        let address = SocketAddrUnix::new(&path).unwrap();
-        let connect = || {
-            let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-            rustix::net::connect(&socket, &address).unwrap();
-            socket
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let accepted: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS).map(|_| connect(&path)).collect();
+        // Nanoseconds on a processor.
+        let worked = || {
+            let stat = std::fs::read_to_string(format!("/proc/{forker}/schedstat")).unwrap();
+            Duration::from_nanos(stat.split(' ').next().unwrap().parse().unwrap())
         };
-        let accepted: Vec<OwnedFd> = (0..=OPERATOR_CONNECTIONS).map(|_| connect()).collect();
-        let start = Instant::now();
+        let (start, before) = (Instant::now(), worked());
         thread::scope(|s| {
             for _ in 0..3 {
                 s.spawn(|| {
                     while start.elapsed() < Duration::from_secs(1) {
-                        drop(connect());
+                        drop(connect(&path));
                     }
                 });
             }
         });
-        let took = start.elapsed();
+        let (took, worked) = (start.elapsed(), worked() - before);
         drop((stop, accepted));
-        let (totals, worked) = daemon.join().unwrap();
+        let totals = daemon.join().unwrap();
         assert!(totals.refused > 10, "{totals:?}");
-        // Half of it and more where none are paused. The loop's own time comes to the quarter.
+        // Half of it and more where none are paused.
         assert!(worked < took * 9 / 20, "{worked:?} of {took:?} for {} refusals", totals.refused);
     }
 
+    fn connect(path: &std::path::Path) -> OwnedFd {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        socket
+    }
+
     #[test]
-    fn a_user_who_owes_has_no_process_started_until_that_is_paid() {
+    fn who_connects_and_leaves_has_its_places_again_when_it_has_paid() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
-        let listener = listener.socket.as_ref().unwrap();
-        let mut server = Server::new(Config { clients: 2, ..Config::default() }, |_| {}).unwrap();
+        let server = Server::new(Config { clients: 4, ..Config::default() }, |_| {}).unwrap();
+        let (table, me) = (server.state.table.clone(), rustix::process::geteuid().as_raw());
         // Otherwise debts are paid at once.
-        pause(&server.table, true);
-        let mut connected = Vec::new();
-        let mut accept = |server: &mut Server| {
-            let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-            rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-            connected.push(socket);
-            server.accept(listener)
+        pause(&table, true);
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let until = |what: &dyn Fn() -> bool| {
+            let start = Instant::now();
+            while !what() {
+                assert!(start.elapsed() < Duration::from_secs(60));
+                thread::sleep(Duration::from_millis(1));
+            }
         };
-        let waiting = |server: &Server| server.clients.iter().filter(|client| client.waiting.is_some()).count();
-        assert_eq!(accept(&mut server), Ok(true));
-        assert_eq!(waiting(&server), 0);
-        server.table.charge(0, Duration::from_millis(10));
-        // Beside another user.
+        let first = connect(&path);
+        until(&|| table.seats().count() == 1);
+        // Each connection costs a millisecond, which is too much for the second one beside another user.
         let other = ClientStatus { client: u64::MAX, ..ClientStatus::new_zeroed() };
-        server.table.sit(rustix::process::geteuid().as_raw() + 1, other, 0).unwrap();
-        assert_eq!(accept(&mut server), Ok(true));
-        assert_eq!((server.clients.len(), waiting(&server)), (2, 1), "it counts");
-        server.start_processes();
-        assert_eq!(waiting(&server), 1);
-        pause(&server.table, false);
-        server.start_processes();
-        assert_eq!(waiting(&server), 0);
-        assert_eq!(server.table.lock().totals.refused, 0);
+        let seat = table.sit(me + 1, other).unwrap();
+        let mine = || table.seats().filter(|(_, seat)| seat.user() == me).count();
+        drop(connect(&path));
+        until(&|| mine() == 2);
+        thread::sleep(Duration::from_millis(50));
+        assert_eq!((mine(), table.totals().refused), (2, 0), "it has left, and counts");
+        pause(&table, false);
+        until(&|| mine() == 1);
+        table.stand(seat);
+        drop((first, stop));
+        daemon.join().unwrap();
+    }
+
+    /// What they close may take any time: some of a user's processes may end beside its clients, but not many.
+    #[test]
+    fn processes_that_end_for_long_count_as_clients() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let server = Server::new(Config { clients: 4, ..Config::default() }, |_| {}).unwrap();
+        let (table, me) = (server.state.table.clone(), rustix::process::geteuid().as_raw());
+        let end = |number| {
+            let seat = table.sit(me, ClientStatus { client: number, ..ClientStatus::new_zeroed() }).unwrap();
+            table.release(seat);
+            seat
+        };
+        // Three clients are a user's limit, and eight may be ending.
+        let ending: Vec<usize> = (1 << 40..(1 << 40) + 11).map(end).collect();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let refused = Client::connect(ClientOptions::new(&path)).unwrap_err().to_string();
+        assert!(refused.contains("--user-clients"), "{refused}");
+        table.stand(ending[0]);
+        let start = Instant::now();
+        // The connection that was refused goes on to count until it is seen to have ended.
+        while Client::connect(ClientOptions::new(&path)).is_err() {
+            assert!(start.elapsed() < Duration::from_secs(60));
+            thread::sleep(Duration::from_millis(5));
+        }
+        drop(stop);
+        daemon.join().unwrap();
     }
 
     #[test]
@@ -566,7 +349,7 @@ mod tests {
         let events = Arc::new(Mutex::new(Vec::new()));
         let log = events.clone();
         let server = Server::new(config, move |event| log.lock().unwrap().push(event.to_string())).unwrap();
-        let table = server.table.clone();
+        let table = server.state.table.clone();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         let now = || status(&ClientOptions::new(&path)).unwrap();

@@ -14,67 +14,70 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{SendFlags, Shutdown};
+use rustix::net::Shutdown;
 
-use crate::connection::{Answer, Connection, Handled};
+use crate::account::Charge;
+use crate::connection::Connection;
+use crate::function::PROCESS_BYTES;
+use crate::log::{Ending, tell};
 use crate::peer::Peer;
 use crate::socket::{self, Received};
 use crate::state::ServerState;
-use crate::table::{Ending, timespec};
+use crate::table::{Count, timespec_of};
 use crate::thread::{take_time, yield_to_worker};
-use crate::wire::{Code, MAX_MESSAGE};
+use crate::wire::{ClientStatus, Code, MAX_MESSAGE, failed};
 use crate::worker::Worker;
 
 /// How often a process looks whether its queues have stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-
-/// Messages of a client's process to the daemon: the client has opened a function; its queues have not stopped; its
-/// resources are released.
-pub(crate) const OPENED: u8 = b'o';
-pub(crate) const NOT_STOPPED: u8 = b's';
-pub(crate) const RELEASED: u8 = b'r';
-
-/// Why a client may request the status alone. Its number in the table is one more, where 0 is none.
-pub(crate) const REFUSALS: [(Code, &str); 3] = [
-    (Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"),
-    (Code::Quota, "the daemon has reached its limit of clients (--clients)"),
-    (Code::Quota, "this user has reached the limit of clients (--user-clients)"),
-];
 
 /// A client's process.
 pub(crate) struct Serving<'s> {
     state: &'s ServerState,
     connection: Connection,
     /// The end of a socket pair with the daemon.
-    control: OwnedFd,
+    daemon: BorrowedFd<'s>,
     worker: Worker,
     since: Instant,
     /// The client has opened a function.
     opened: bool,
+    _charge: Option<Charge>,
 }
 
 impl<'s> Serving<'s> {
-    /// The client of a seat.
+    /// The client of a seat, with its number. With a reason, it may request the status alone.
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn new(state: &'s ServerState, seat: usize, socket: OwnedFd, control: OwnedFd) -> std::io::Result<Self> {
-        let peer = Peer::of(&socket, &state.config)?;
-        let (id, refusal) = {
-            let state = state.table.lock();
-            (state.seats[seat].row.client, state.seats[seat].refusal as usize)
+    pub(crate) fn new(
+        state: &'s ServerState,
+        (seat, id, peer, status_only): (usize, u64, Peer, Option<(Code, &'static str)>),
+        socket: OwnedFd,
+        daemon: BorrowedFd<'s>,
+    ) -> std::io::Result<Self> {
+        let _charge = match Charge::new(&state.accounts.memory, seat, PROCESS_BYTES) {
+            Err(text) if !peer.admin => {
+                let _ = socket::send(&socket, &failed(0, Code::Quota, &text), &[], false);
+                return Err(Errno::NOMEM.into());
+            }
+            charge => charge.ok(),
         };
         let mut connection = Connection::new(seat, id, peer, socket)?;
-        connection.status_only = REFUSALS.get(refusal.wrapping_sub(1)).copied();
+        connection.status_only = status_only;
         // Before this thread lowers its priority, which threads inherit and nobody can raise.
         let worker = Worker::start(connection.alarm.clone(), state.table.clone(), seat, state.config.spin)?;
-        Ok(Self { state, connection, control, worker, since: Instant::now(), opened: false })
+        Ok(Self { state, connection, daemon, worker, since: Instant::now(), opened: false, _charge })
     }
 
     /// Serves the client until its end, and releases its resources.
-    pub(crate) fn run(mut self) {
+    pub(crate) fn run(mut self) -> Ending {
         yield_to_worker();
         let served = catch_unwind(AssertUnwindSafe(|| {
+            // Also for who has left: a user does not have processes started faster than it pays for them.
+            if !self.state.table.wait_until_paid(self.connection.seat, || self.is_over(false)) {
+                return Ending::ShutDown;
+            }
+            self.since = Instant::now();
             let mut buffer = [0; MAX_MESSAGE];
             loop {
                 if let Err(why) = self.wait().and_then(|()| self.request(&mut buffer)) {
@@ -83,7 +86,9 @@ impl<'s> Serving<'s> {
             }
         }));
         // Whatever happens, the connection ends only when the card has stopped.
-        self.end(served.unwrap_or(Ending::Bug));
+        let why = served.unwrap_or(Ending::Bug);
+        self.end();
+        why
     }
 
     /// Waits for a message.
@@ -99,9 +104,9 @@ impl<'s> Serving<'s> {
                 None => Some(hello.min(open)),
             };
             let after = self.since.elapsed();
-            let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-            let longest = limit.map(|limit| timespec(nanoseconds(limit.saturating_sub(after))));
-            let mut fds = [&self.connection.socket, &self.control].map(|fd| PollFd::new(fd, PollFlags::IN));
+            let longest = limit.map(|limit| timespec_of(limit.saturating_sub(after)));
+            let fds = [self.connection.socket.as_fd(), self.daemon];
+            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             let _ = poll(&mut fds, longest.as_ref());
             if !fds[1].revents().is_empty() {
                 return Err(Ending::ShutDown);
@@ -119,11 +124,13 @@ impl<'s> Serving<'s> {
         }
     }
 
-    /// The client has closed the connection, or the daemon shuts down.
-    fn is_over(&self) -> bool {
+    /// The daemon ends, or, if that counts, the client has closed the connection.
+    fn is_over(&self, or_client: bool) -> bool {
+        let daemon = PollFd::from_borrowed_fd(self.daemon, PollFlags::IN);
         // Without flags, only the end of a connection is reported.
-        let fds = [PollFd::new(&self.connection.socket, PollFlags::empty()), PollFd::new(&self.control, PollFlags::IN)];
-        poll(&mut { fds }, Some(&Timespec::default())).is_ok_and(|n| n > 0)
+        let client = PollFd::new(&self.connection.socket, PollFlags::empty());
+        let mut fds = [daemon, client];
+        poll(&mut fds[..1 + usize::from(or_client)], Some(&Timespec::default())).is_ok_and(|n| n > 0)
     }
 
     /// Handles one message.
@@ -132,11 +139,12 @@ impl<'s> Serving<'s> {
     /// Why the connection ends.
     fn request(&mut self, buffer: &mut [u8; MAX_MESSAGE]) -> Result<(), Ending> {
         let (state, seat) = (self.state, self.connection.seat);
-        if !state.table.wait_until_paid(seat, || self.is_over()) {
+        if !state.table.wait_until_paid(seat, || self.is_over(true)) {
             return Err(Ending::Disconnected);
         }
         let mut fds = Vec::new();
-        let handled = match socket::receive(&self.connection.socket, buffer, &mut fds) {
+        let errors = self.connection.errors;
+        let answer = match socket::receive(&self.connection.socket, buffer, &mut fds) {
             Ok(Received::Message(n)) => self.connection.handle(state, &buffer[..n], &mut fds),
             Ok(Received::TooMuch) => {
                 let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to open \
@@ -147,7 +155,7 @@ impl<'s> Serving<'s> {
             Ok(Received::End) => return Err(Ending::Disconnected),
             Err(_) => return Err(Ending::Failed),
         };
-        let answered = self.answer(handled);
+        let answered = self.answer(&answer, self.connection.errors > errors);
         // This may take any time.
         drop(fds);
         state.table.charge(seat, take_time());
@@ -155,53 +163,44 @@ impl<'s> Serving<'s> {
     }
 
     /// Sends the answer to a request.
-    fn answer(&mut self, handled: Handled) -> Result<(), Ending> {
-        if let (false, Some(function)) = (self.opened, &self.connection.function) {
+    fn answer(&mut self, answer: &[u8], refused: bool) -> Result<(), Ending> {
+        let is_new = !self.opened && self.connection.function.is_some();
+        if let (true, Some(function)) = (is_new, &self.connection.function) {
             self.opened = true;
             self.worker.serve(function.clone());
-            self.tell(OPENED);
+            self.state.table.count(Count::Served);
         }
-        self.show(|totals| {
-            totals.requests += 1;
-            totals.errors += u64::from(matches!(handled, Handled::Refused(_)));
-        });
-        let Self { state, connection, .. } = self;
-        let answer = match handled {
-            Handled::Answer(answer) | Handled::Refused(answer) => answer,
-            Handled::Status { seqno, first } => {
-                Answer { bytes: state.status(seqno, first, connection.peer), fds: Vec::new() }
-            }
-        };
-        let fds: Vec<BorrowedFd<'_>> = answer.fds.iter().map(AsFd::as_fd).collect();
-        match socket::send(&connection.socket, &answer.bytes, &fds, false) {
+        let row = self.show(false);
+        if is_new {
+            let ClientStatus { client, pid, uid, .. } = row;
+            let text = format!("client {client}: process {pid} of user {uid}");
+            tell(self.daemon, Some(self.connection.peer.user), &text);
+        }
+        self.state.table.count(Count::Requests);
+        if refused {
+            self.state.table.count(Count::Errors);
+        }
+        match socket::send(&self.connection.socket, answer, &[], false) {
             Ok(()) => Ok(()),
             Err(Errno::AGAIN) => Err(Ending::Unread),
             Err(_) => Err(Ending::Disconnected),
         }
     }
 
-    /// Shows the state of the client as of now, and counts.
-    fn show(&self, count: impl FnOnce(&mut crate::wire::Totals)) {
-        let connection = &self.connection;
-        let mut state = self.state.table.lock();
-        let row = &mut state.seats[connection.seat].row;
-        *row = connection.row();
-        if let Some(function) = &connection.function {
-            function.count_into(row);
+    /// Shows the state of the client as of now.
+    fn show(&self, closing: bool) -> ClientStatus {
+        let mut row = ClientStatus { closing: closing.into(), ..self.connection.row() };
+        if let Some(function) = &self.connection.function {
+            function.count_into(&mut row);
         }
-        count(&mut state.totals);
-    }
-
-    /// Tells the daemon.
-    fn tell(&self, what: u8) {
-        let _ = rustix::net::send(&self.control, &[what], SendFlags::NOSIGNAL);
+        self.state.table.show(self.connection.seat, row);
+        row
     }
 
     /// Stops the client's queues, and releases its resources once they have stopped.
-    fn end(self, why: Ending) {
-        let (table, seat) = (&self.state.table, self.connection.seat);
-        self.show(|_| {});
-        table.lock().seats[seat].row.closing = 1;
+    fn end(self) {
+        let seat = self.connection.seat;
+        let row = self.show(true);
         let since = Instant::now();
         if let Some(function) = &self.connection.function {
             function.stop();
@@ -210,23 +209,20 @@ impl<'s> Serving<'s> {
             while !function.has_stopped() {
                 if !late && since.elapsed() > self.state.config.stop_timeout {
                     late = true;
-                    self.tell(NOT_STOPPED);
+                    let (client, has) = (row.client, row.resources());
+                    let text = format!("client {client}: its queues have not stopped; still allocated: {has}");
+                    tell(self.daemon, None, &text);
                 }
                 thread::sleep(POLL_INTERVAL);
             }
         }
-        let Self { state, mut connection, control, worker, .. } = self;
+        let Self { state: crate::state::ServerState { table, .. }, mut connection, worker, .. } = self;
         drop(worker);
-        {
-            let mut state = state.table.lock();
-            state.seats[seat].why = why as u32;
-            state.seats[seat].stopped_after = u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        }
         connection.release();
         connection.function = None;
-        state.table.charge(seat, take_time());
+        table.charge(seat, take_time());
         // Its place is free before the client sees the end.
-        let _ = rustix::net::send(&control, &[RELEASED], SendFlags::NOSIGNAL);
+        table.release(seat);
         let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
         // Messages that are left unread may carry descriptors, whose close may take any time.
     }

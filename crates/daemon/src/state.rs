@@ -8,8 +8,7 @@ use crate::account::Accounts;
 use crate::config::Config;
 use crate::peer::Peer;
 use crate::table::{Table, now};
-use crate::turns::SEATS;
-use crate::wire::{ANSWER, ClientRequest, ClientStatus, MAX_ROWS, StatusAnswer, Totals, message};
+use crate::wire::{ClientStatus, MAX_ROWS, StatusAnswer, Totals};
 
 /// The daemon as one of its processes knows it.
 pub(crate) struct ServerState {
@@ -26,20 +25,17 @@ impl ServerState {
         Ok(Self { accounts: Accounts::new(&config, &table), config, table, started: now() })
     }
 
-    /// The answer to a status request of this peer. Who is no administrator sees the clients of its own user.
-    pub(crate) fn status(&self, seqno: u64, first: u64, peer: Peer) -> Vec<u8> {
-        // Nothing is asked of the kernel under the lock.
-        let mut page: Vec<ClientStatus> = Vec::with_capacity(SEATS);
-        let state = self.table.lock();
-        let is_shown = |seat: &crate::table::Seat| seat.user == peer.user || peer.admin;
-        let shown = state.clients().map(|(_, seat)| seat).filter(|seat| is_shown(seat) && seat.row.client >= first);
-        page.extend(shown.map(|seat| seat.row));
+    /// The body of the answer to a status request of this peer. Who is no administrator sees the clients of its own
+    /// user.
+    pub(crate) fn status(&self, first: u64, peer: Peer) -> Vec<u8> {
+        let is_shown = |row: &ClientStatus| peer.admin || self.config.user_of(row.uid) == peer.user;
+        let rows = self.table.seats().map(|(_, seat)| seat.row());
+        let mut page: Vec<ClientStatus> = rows.filter(|row| row.client >= first.max(1) && is_shown(row)).collect();
         // Others see what their own user has and does.
         let user = (!peer.admin).then_some(peer.user);
         let Accounts { ddr, hbm, .. } = &self.accounts;
-        let (in_ddr, in_hbm) = (ddr.in_use(&state, user), hbm.in_use(&state, user));
-        let totals = if peer.admin { state.totals } else { Totals::default() };
-        drop(state);
+        let (in_ddr, in_hbm) = (ddr.in_use(user), hbm.in_use(user));
+        let totals = if peer.admin { self.table.totals() } else { Totals::default() };
         page.sort_unstable_by_key(|row| row.client);
         let more = page.len() > MAX_ROWS;
         page.truncate(MAX_ROWS);
@@ -50,7 +46,6 @@ impl ServerState {
             hbm: [in_hbm, hbm.total()],
             more: more.into(),
         };
-        let body = [answer.as_bytes(), page.as_bytes()].concat();
-        message(ClientRequest::Status { first }.opcode() | ANSWER, seqno, &body)
+        [answer.as_bytes(), page.as_bytes()].concat()
     }
 }

@@ -6,17 +6,17 @@
 
 use std::cell::UnsafeCell;
 use std::io;
-use std::mem::MaybeUninit;
+use std::mem::{MaybeUninit, offset_of};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::libc;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use rustix::thread::futex;
 use rustix::time::{ClockId, Timespec, clock_gettime};
-use zerocopy::FromBytes;
 
 use crate::turns::{SEATS, Step, Turns};
 use crate::wire::{ClientStatus, Totals};
@@ -32,74 +32,70 @@ pub(crate) struct Table(NonNull<Shared>);
 #[repr(C)]
 struct Shared {
     lock: UnsafeCell<libc::pthread_mutex_t>,
+    turns: UnsafeCell<Turns>,
     /// The seat that had the last turn.
     last: AtomicU32,
-    state: UnsafeCell<State>,
+    /// Seats up to the last one that was ever taken.
+    end: AtomicU32,
     /// Counts, for each seat, how often it may have got its turn.
     turned: [AtomicU32; SEATS],
-    /// For each seat, 1 when its process has missed a page of its client's memory.
-    missed: [AtomicU32; SEATS],
+    totals: [AtomicU64; size_of::<Totals>() / 8],
+    seats: [Seat; SEATS],
 }
 
-/// Why a connection ends, as the table has it.
+/// A counter of [`Totals`], by its place there.
 #[derive(Clone, Copy)]
-pub(crate) enum Ending {
-    /// The process has said nothing.
-    Killed,
-    Disconnected,
-    Failed,
-    NotOpened,
-    Unread,
-    ShutDown,
-    Bug,
+pub(crate) enum Count {
+    Served,
+    Released,
+    Refused,
+    Requests,
+    Errors,
 }
 
-impl Ending {
-    /// The text for the log of a number in the table.
-    pub(crate) fn text(number: u32) -> &'static str {
-        const TEXTS: [&str; Ending::Bug as usize + 1] = [
-            "its process was killed",
-            "the client disconnected",
-            "the connection failed",
-            "the client did not open a function in time",
-            "the client does not read its answers",
-            "the daemon is shutting down",
-            "a bug in the daemon",
-        ];
-        TEXTS.get(number as usize).unwrap_or(&TEXTS[Self::Killed as usize])
-    }
-}
+/// Words of a row, and those that change with each step.
+const ROW: usize = size_of::<ClientStatus>() / 8;
+const COUNTED: [usize; 4] = [
+    offset_of!(ClientStatus, h2c) / 8,
+    offset_of!(ClientStatus, c2h) / 8,
+    offset_of!(ClientStatus, in_flight) / 8,
+    offset_of!(ClientStatus, faults) / 8,
+];
 
-/// The state that the lock protects. Any bytes are a valid state, since the process that changes it may be killed.
-#[derive(FromBytes)]
-#[repr(C)]
-pub(crate) struct State {
-    pub turns: Turns,
-    pub totals: Totals,
-    pub seats: [Seat; SEATS],
-}
-
-/// A client, as all processes know it.
-#[derive(FromBytes)]
+/// A client, as all processes know it. None of this needs the lock: a status waits for nobody.
 #[repr(C)]
 pub(crate) struct Seat {
     /// As of the last request or step. A seat whose client has no number is free.
-    pub row: ClientStatus,
+    row: [AtomicU64; ROW],
     /// The amounts that the client has taken of each account.
-    pub taken: [u64; 3],
+    pub taken: [AtomicU64; 3],
     /// The user who pays.
-    pub user: u32,
-    /// Why it may request the status alone ([`crate::serving::REFUSALS`]), and why its connection ends
-    /// ([`Ending`]).
-    pub refusal: u32,
-    pub why: u32,
-    unused: u32,
-    /// Nanoseconds that its queues took to stop.
-    pub stopped_after: u64,
+    user: AtomicU32,
+    /// 1 once its resources are released: it counts no more, and its process ends.
+    released: AtomicU32,
+}
+
+impl Seat {
+    pub(crate) fn row(&self) -> ClientStatus {
+        zerocopy::transmute!(self.row.each_ref().map(|word| word.load(Relaxed)))
+    }
+
+    pub(crate) fn user(&self) -> u32 {
+        self.user.load(Relaxed)
+    }
+
+    pub(crate) fn is_released(&self) -> bool {
+        self.released.load(Relaxed) == 1
+    }
+
+    fn show(&self, row: ClientStatus, words: impl IntoIterator<Item = usize>) {
+        let row: [u64; ROW] = zerocopy::transmute!(row);
+        words.into_iter().for_each(|word| self.row[word].store(row[word], Relaxed));
+    }
 }
 
 // SAFETY: the table is not bound to a thread: its fields are atomic but for `lock`, a mutex that any thread of any
-// process may use, and `state`, which only the lock's owner accesses (`Locked`).
+// process may use, and `turns`, which only the lock's owner accesses (`Locked`).
 unsafe impl Send for Table {}
 // SAFETY: as above.
 unsafe impl Sync for Table {}
@@ -134,12 +130,12 @@ impl Table {
     }
 
     fn shared(&self) -> &Shared {
-        // SAFETY: mapped until drop, at a page's beginning, with as many bytes, which were zeros at first: no turns,
-        // and a state, of which any bytes are one. What changes is atomic or in an `UnsafeCell`.
+        // SAFETY: mapped until drop, at a page's beginning, with as many bytes, which were zeros at first; any bytes
+        // are such a value. All that changes is atomic or in an `UnsafeCell`.
         unsafe { self.0.as_ref() }
     }
 
-    /// Locks the state. Where a process was killed that had it locked, its counts are mended first.
+    /// Locks the turns. Where a process was killed that had them locked, their counts are mended first.
     pub(crate) fn lock(&self) -> Locked<'_> {
         let mutex = self.shared().lock.get();
         // SAFETY: made by `new`, and never destroyed or moved.
@@ -147,7 +143,7 @@ impl Table {
         assert!(result == 0 || result == libc::EOWNERDEAD, "the lock of the table: {result}");
         let mut locked = Locked(self.shared());
         if result == libc::EOWNERDEAD {
-            locked.turns.mend();
+            locked.mend();
             // SAFETY: locked by this thread, by a call that gave EOWNERDEAD.
             unsafe { libc::pthread_mutex_consistent(mutex) };
         }
@@ -156,11 +152,11 @@ impl Table {
 
     /// Changes the turns, and wakes who has got one, but for the client of `seat`, whose worker calls this.
     fn turns<T>(&self, seat: Option<usize>, change: impl FnOnce(&mut Turns) -> T) -> T {
-        let mut state = self.lock();
-        let before = state.turns.holder();
-        let result = change(&mut state.turns);
-        let after = state.turns.holder();
-        drop(state);
+        let mut turns = self.lock();
+        let before = turns.holder();
+        let result = change(&mut turns);
+        let after = turns.holder();
+        drop(turns);
         if let Some(next) = after.filter(|_| before != after && after != seat) {
             let word = &self.shared().turned[next];
             word.fetch_add(1, Ordering::Release);
@@ -179,19 +175,19 @@ impl Table {
                 (turns.holder() != Some(seat)).then(|| turns.wait_of(seat))
             });
             let Some(wait) = wait else { break };
-            let woken = futex::wait(word, futex::Flags::empty(), seen, Some(&timespec(wait)));
+            let woken = futex::wait(word, futex::Flags::empty(), seen, Some(&timespec_of(Duration::from_nanos(wait))));
             // Woken shortly before its turn: it has its processor when that comes.
             let start = now();
             while woken.is_ok() && word.load(Ordering::Acquire) == seen && now() - start < SPIN {
                 std::hint::spin_loop();
             }
         }
-        self.shared().last.store(seat as u32, Ordering::Relaxed);
+        self.shared().last.store(seat as u32, Relaxed);
     }
 
     /// Nobody has had a turn since this client's last one.
     pub(crate) fn was_last(&self, seat: usize) -> bool {
-        self.shared().last.load(Ordering::Relaxed) == seat as u32
+        self.shared().last.load(Relaxed) == seat as u32
     }
 
     /// A step of a client has ended. True while its turn goes on.
@@ -235,28 +231,61 @@ impl Table {
         true
     }
 
-    /// Takes a free seat for a client of this user with this row.
-    pub(crate) fn sit(&self, user: u32, row: ClientStatus, refusal: u32) -> Option<usize> {
-        let mut state = self.lock();
-        let seat = state.seats.iter().position(|seat| seat.row.client == 0)?;
-        state.seats[seat] = Seat { row, taken: [0; 3], user, refusal, why: 0, unused: 0, stopped_after: 0 };
-        state.turns.join(seat, user);
-        drop(state);
-        self.missed(seat).store(0, Ordering::Relaxed);
-        Some(seat)
+    /// Takes a free seat for a client of this user with this row. One process does that.
+    pub(crate) fn sit(&self, user: u32, row: ClientStatus) -> Option<usize> {
+        let (index, seat) = self.shared().seats.iter().enumerate().find(|(_, seat)| seat.row().client == 0)?;
+        self.lock().join(index, user);
+        seat.user.store(user, Relaxed);
+        seat.released.store(0, Relaxed);
+        seat.show(row, 0..ROW);
+        self.shared().end.fetch_max(index as u32 + 1, Relaxed);
+        Some(index)
+    }
+
+    /// The resources of a client are released, if it is the first time that anybody says so.
+    pub(crate) fn release(&self, seat: usize) {
+        let seat = self.seat(seat);
+        if seat.released.swap(1, Relaxed) == 0 && seat.row().queues > 0 {
+            self.count(Count::Released);
+        }
     }
 
     /// Frees a seat, and what its client had taken.
     pub(crate) fn stand(&self, seat: usize) {
+        self.release(seat);
         self.turns(None, |turns| turns.leave(seat, now()));
-        let mut state = self.lock();
-        state.seats[seat].row.client = 0;
-        state.seats[seat].taken = [0; 3];
+        let seat = self.seat(seat);
+        seat.taken.iter().for_each(|taken| taken.store(0, Relaxed));
+        seat.row[0].store(0, Relaxed);
     }
 
-    /// A word for a signal handler of this client's process: 1 when it has missed a page.
-    pub(crate) fn missed(&self, seat: usize) -> &AtomicU32 {
-        &self.shared().missed[seat]
+    pub(crate) fn seat(&self, seat: usize) -> &Seat {
+        &self.shared().seats[seat]
+    }
+
+    /// The clients, with their seats.
+    pub(crate) fn seats(&self) -> impl Iterator<Item = (usize, &Seat)> {
+        let seats = &self.shared().seats[..self.shared().end.load(Relaxed) as usize];
+        seats.iter().enumerate().filter(|(_, seat)| seat.row[0].load(Relaxed) != 0)
+    }
+
+    /// Shows the state of a client.
+    pub(crate) fn show(&self, seat: usize, row: ClientStatus) {
+        self.seat(seat).show(row, 0..ROW);
+    }
+
+    /// Shows what the queues of a client count.
+    pub(crate) fn show_counted(&self, seat: usize, row: ClientStatus) {
+        self.seat(seat).show(row, COUNTED);
+    }
+
+    /// Counts one more.
+    pub(crate) fn count(&self, what: Count) {
+        self.shared().totals[what as usize].fetch_add(1, Relaxed);
+    }
+
+    pub(crate) fn totals(&self) -> Totals {
+        zerocopy::transmute!(self.shared().totals.each_ref().map(|total| total.load(Relaxed)))
     }
 }
 
@@ -267,22 +296,22 @@ impl Drop for Table {
     }
 }
 
-/// The state, locked.
+/// The turns, locked.
 pub(crate) struct Locked<'t>(&'t Shared);
 
 impl Deref for Locked<'_> {
-    type Target = State;
+    type Target = Turns;
 
-    fn deref(&self) -> &State {
+    fn deref(&self) -> &Turns {
         // SAFETY: `Table::lock` returns one such value at a time, until its drop.
-        unsafe { &*self.0.state.get() }
+        unsafe { &*self.0.turns.get() }
     }
 }
 
 impl DerefMut for Locked<'_> {
-    fn deref_mut(&mut self) -> &mut State {
+    fn deref_mut(&mut self) -> &mut Turns {
         // SAFETY: as above.
-        unsafe { &mut *self.0.state.get() }
+        unsafe { &mut *self.0.turns.get() }
     }
 }
 
@@ -293,24 +322,15 @@ impl Drop for Locked<'_> {
     }
 }
 
-impl State {
-    /// The clients, with their seats.
-    pub(crate) fn clients(&self) -> impl Iterator<Item = (usize, &Seat)> {
-        let end = self.turns.seats();
-        self.seats[..end].iter().enumerate().filter(|(_, seat)| seat.row.client != 0)
-    }
-}
-
 /// Nanoseconds of the clock that all processes share.
 pub(crate) fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
 }
 
-/// A time for the kernel, from nanoseconds.
-pub(crate) fn timespec(nanoseconds: u64) -> Timespec {
-    let time = Duration::from_nanos(nanoseconds);
-    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) }
+/// A time for the kernel.
+pub(crate) fn timespec_of(time: Duration) -> Timespec {
+    Timespec { tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX), tv_nsec: i64::from(time.subsec_nanos()) }
 }
 
 #[cfg(test)]
@@ -328,34 +348,36 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..20_000 {
-                        table.lock().totals.requests += 1;
+                        // Not atomic.
+                        let mut turns = table.lock();
+                        turns.paused += 1;
                     }
                 });
             }
         });
-        assert_eq!(table.lock().totals.requests, 80_000);
+        assert_eq!(table.lock().paused, 80_000);
     }
 
     #[test]
     fn who_ends_with_the_lock_leaves_a_table_that_works() {
         let table = Table::new().unwrap();
         let row = ClientStatus { client: 1, ..ClientStatus::new_zeroed() };
-        let seat = table.sit(1, row, 0).unwrap();
+        let seat = table.sit(1, row).unwrap();
         table.take_turn(seat);
         thread::scope(|scope| {
             // A robust mutex is unlocked for a thread that ends, as for a process.
             scope.spawn(|| std::mem::forget(table.lock()));
         });
-        assert_eq!(table.lock().turns.holder(), None, "whatever was changed is chosen anew");
+        assert_eq!(table.lock().holder(), None, "whatever was changed is chosen anew");
         table.take_turn(seat);
-        assert_eq!(table.lock().turns.holder(), Some(seat));
+        assert_eq!(table.lock().holder(), Some(seat));
     }
 
     #[test]
     fn who_waits_for_a_turn_gets_it_from_who_ends_it() {
         let table = Table::new().unwrap();
         let row = |client| ClientStatus { client, ..ClientStatus::new_zeroed() };
-        let seats = [1, 2].map(|user| table.sit(user, row(user.into()), 0).unwrap());
+        let seats = [1, 2].map(|user| table.sit(user, row(user.into())).unwrap());
         assert_eq!(seats, [0, 1]);
         table.take_turn(0);
         thread::scope(|scope| {
@@ -363,13 +385,12 @@ mod tests {
             thread::sleep(Duration::from_micros(500));
             table.end_turn(0, true);
         });
-        assert_eq!(table.lock().turns.holder(), Some(1));
+        assert_eq!(table.lock().holder(), Some(1));
         // A seat is free again, and who takes it has nothing of the client before.
-        table.missed(1).store(1, Ordering::Relaxed);
-        table.lock().seats[1].taken = [7; 3];
+        let seat = table.seat(1);
+        seat.taken.iter().for_each(|taken| taken.store(7, Relaxed));
         table.stand(1);
-        assert_eq!(table.lock().seats[1].taken, [0; 3]);
-        assert_eq!(table.sit(2, row(3), 0), Some(1));
-        assert_eq!((table.missed(1).load(Ordering::Relaxed), table.lock().seats[1].taken), (0, [0; 3]));
+        assert!(seat.taken.iter().all(|taken| taken.load(Relaxed) == 0) && table.seats().count() == 1);
+        assert!(table.sit(2, row(3)) == Some(1) && !seat.is_released() && seat.row().client == 3);
     }
 }

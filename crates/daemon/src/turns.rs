@@ -17,9 +17,9 @@ use zerocopy::FromBytes;
 
 /// Clients that can be connected, with the operator's, and some that have left while their processes end.
 pub(crate) const SEATS: usize = 1024 + 4 + 256;
-/// A user may spend this in a round: half a millisecond, or as many bytes. With less, the time between the turns of
-/// two processes, each of which has to get a processor, takes much of the time.
-const QUANTUM: i64 = 500_000 * NANOSECOND_COST;
+/// A user may spend this in a round: a millisecond, or as many bytes. With half of it, what passes between the turns of
+/// two processes, each of which has to get a processor and then fills its caches, takes a fifth of the time and more.
+const QUANTUM: i64 = 1_000_000 * NANOSECOND_COST;
 /// Bytes charged for each nanosecond of a step. No memory copies as fast, so users share time, whether they copy or do
 /// what the card does not see. With less, a user who copies fast gets less time than others.
 const NANOSECOND_COST: i64 = 64;
@@ -27,7 +27,7 @@ const NANOSECOND_COST: i64 = 64;
 /// is served again soon.
 const MAX_OTHER_COST: i64 = 64_000_000 * NANOSECOND_COST;
 /// The most that a user can have left, of rounds for which its clients have got no processor.
-const MAX_CREDIT: i64 = 8 * QUANTUM;
+const MAX_CREDIT: i64 = 4 * QUANTUM;
 /// The most that a user can owe at all, a minute: a step does not take as long.
 const MAX_DEBT: i64 = 60_000_000_000 * NANOSECOND_COST;
 /// While a user owes more than this, 1 ms, its requests wait beside other users.
@@ -477,7 +477,7 @@ mod tests {
         assert!((48 * quantum..=52 * quantum).contains(&game.served[1]), "{:?}", game.served);
         // Debts of a user without work are paid by the rounds of others.
         game.turns.rest(0, game.now, true);
-        game.turns.charge(0, 5000 * US);
+        game.turns.charge(0, 10_000 * US);
         for round in 0..12 {
             assert_eq!(game.step(|_| (quantum, 10 * US)), 1);
             assert!(round > 7 || game.deficit(0) < 0, "after {round} rounds of ten");
@@ -518,7 +518,7 @@ mod tests {
 
     #[test]
     fn debts_are_paid_by_time_while_a_user_is_between_two_operations() {
-        // The first user has work and owes 1.5 ms, but for its round; the other's last step ended so long before.
+        // The first user has work and owes 2 ms, but for its round; the other's last step ended so long before.
         let paid = |before: u64, present: bool| {
             let mut game = Game::of(&[1, 2]);
             game.want(&[1]);
@@ -529,7 +529,7 @@ mod tests {
             }
             game.now += before;
             game.want(&[0]);
-            game.step(|_| (4096, 2000 * US));
+            game.step(|_| (4096, 3000 * US));
             let (start, first) = (game.now, game.turns.holder());
             while game.turns.holder().is_none() {
                 game.now += US;
@@ -537,7 +537,7 @@ mod tests {
             }
             (first.is_some(), (game.now - start) / US)
         };
-        // The round after the step pays 0.5 ms.
+        // The round after the step pays 1 ms.
         let (at_once, after) = paid(0, true);
         assert!(!at_once && (990..=1010).contains(&after), "{after}");
         // Nobody comes back who has been away for longer, or has left: rounds pay.
@@ -555,7 +555,7 @@ mod tests {
             while game.turns.holder() == Some(0) {
                 game.step(|_| (1 << 20, 100 * US));
             }
-            assert!(game.served[0] - before <= 6 << 20 && game.now - began <= 600 * US);
+            assert!(game.served[0] - before <= 11 << 20 && game.now - began <= 1100 * US);
             assert_eq!(game.step(|_| (4096, US)), 1);
             game.turns.rest(1, game.now, true);
             game.now += 30 * US;

@@ -6,12 +6,12 @@ use dmalane_dma::SharedBuf;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use zerocopy::little_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unaligned};
 
 use crate::page::PAGE_BYTES;
 
 /// Protocol version of this crate.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// "DMLD": the first field of a hello request.
 pub const MAGIC: u64 = 0x444c_4d44;
 /// Most bytes of a message.
@@ -194,32 +194,28 @@ impl<'a> ClientRequest<'a> {
 
     /// The opcode.
     pub fn opcode(&self) -> u32 {
-        match self {
-            Self::Hello { .. } => HELLO,
-            Self::Open { .. } => OPEN,
-            Self::Read { .. } => READ,
-            Self::Write { .. } => WRITE,
-            Self::WriteBytes { .. } => WRITE_BYTES,
-            Self::Map { .. } => MAP,
-            Self::Unmap { .. } => UNMAP,
-            Self::Status { .. } => STATUS,
+        self.parts().0
+    }
+
+    /// The opcode, the fields, and the rest of the message.
+    fn parts(&self) -> (u32, u64, u64, u32, u32, &[u8]) {
+        match *self {
+            Self::Hello { min, max } => (HELLO, MAGIC, 0, min, max, &[]),
+            Self::Open { ddr, hbm, queues } => (OPEN, ddr, hbm, queues, 0, &[]),
+            Self::Read { bar, offset } => (READ, offset, 0, bar.into(), 0, &[]),
+            Self::Write { bar, offset, value } => (WRITE, offset, 0, bar.into(), value, &[]),
+            Self::WriteBytes { bar, offset, bytes } => (WRITE_BYTES, offset, 0, bar.into(), 0, bytes),
+            Self::Map { access, segments } => (MAP, 0, 0, access, 0, segments.as_bytes()),
+            Self::Unmap { iova } => (UNMAP, iova, 0, 0, 0, &[]),
+            Self::Status { first } => (STATUS, first, 0, 0, 0, &[]),
         }
     }
 
     /// Encodes the message. The receiver refuses it when a list exceeds the limits of the format.
     pub fn encode(&self, seqno: u64) -> Vec<u8> {
-        let (at, amount, index, value, rest): (u64, u64, u32, u32, &[u8]) = match *self {
-            Self::Hello { min, max } => (MAGIC, 0, min, max, &[]),
-            Self::Open { ddr, hbm, queues } => (ddr, hbm, queues, 0, &[]),
-            Self::Read { bar, offset } => (offset, 0, bar.into(), 0, &[]),
-            Self::Write { bar, offset, value } => (offset, 0, bar.into(), value, &[]),
-            Self::WriteBytes { bar, offset, bytes } => (offset, 0, bar.into(), 0, bytes),
-            Self::Map { access, segments } => (0, 0, access, 0, segments.as_bytes()),
-            Self::Unmap { iova: at } | Self::Status { first: at } => (at, 0, 0, 0, &[]),
-        };
+        let (opcode, at, amount, index, value, rest) = self.parts();
         let fields = Fields { at: at.into(), amount: amount.into(), index: index.into(), value: value.into() };
-        let body = [fields.as_bytes(), rest].concat();
-        message(self.opcode(), seqno, &body)
+        message(opcode, seqno, &[fields.as_bytes(), rest].concat())
     }
 }
 
@@ -232,7 +228,7 @@ pub fn message(opcode: u32, seqno: u64, body: &[u8]) -> Vec<u8> {
 }
 
 /// Why a request was refused.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(TryFromBytes, Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 #[non_exhaustive]
 pub enum Code {
@@ -257,21 +253,9 @@ pub enum Code {
 }
 
 impl Code {
-    const ALL: [Self; 9] = [
-        Self::Malformed,
-        Self::Unknown,
-        Self::Version,
-        Self::NotPermitted,
-        Self::Quota,
-        Self::NoSuchThing,
-        Self::BadDescriptor,
-        Self::Busy,
-        Self::Failed,
-    ];
-
     /// The code with this number.
     pub fn from_number(number: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|code| *code as u32 == number)
+        Self::try_read_from_bytes(&number.to_ne_bytes()).ok()
     }
 }
 
@@ -308,30 +292,6 @@ pub struct HelloAnswer {
     pub buffers: U32,
     /// 0.
     pub reserved: U32,
-}
-
-/// The answer to `Open`.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
-#[repr(C)]
-pub struct OpenAnswer {
-    /// Bytes of DDR.
-    pub ddr: U64,
-    /// Bytes of HBM.
-    pub hbm: U64,
-    /// Queues.
-    pub queues: U32,
-    /// 0.
-    pub reserved: U32,
-}
-
-/// The answer to `Map`.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
-#[repr(C)]
-pub struct MapAnswer {
-    /// The first IOVA.
-    pub first: U64,
-    /// Bytes.
-    pub len: U64,
 }
 
 // The structures of a status answer have native integers.
@@ -439,6 +399,13 @@ pub struct ClientStatus {
 }
 
 impl ClientStatus {
+    /// Buffers and memory, for the log.
+    pub(crate) fn resources(&self) -> String {
+        let Self { buffers, bytes, mappings, .. } = self;
+        let card = self.ddr + self.hbm;
+        format!("{buffers} buffers ({bytes} bytes), {mappings} mappings, {card} bytes of card memory")
+    }
+
     /// Bytes copied for this client in both directions.
     pub fn moved(&self) -> u64 {
         self.h2c.saturating_add(self.c2h)

@@ -14,7 +14,8 @@ use zerocopy::FromZeros;
 
 use crate::fork::{ask_for_short_slices, exit};
 use crate::function::Function;
-use crate::table::{Ending, Table, now};
+use crate::log::Ending;
+use crate::table::{Table, now};
 use crate::thread::{take_time, thread_time};
 use crate::turns::Step;
 use crate::wire::ClientStatus;
@@ -92,8 +93,7 @@ impl Worker {
             let mut running = Running { function, table, seat, next: 0, most: MAX_STEP };
             if catch_unwind(AssertUnwindSafe(|| running.run(&mine, spin))).is_err() {
                 // The card is only as far as the panic, and nobody runs it on.
-                running.table.lock().seats[seat].why = Ending::Bug as u32;
-                exit(1);
+                exit(Ending::Bug as i32);
             }
         };
         let thread = Some(thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(run)?);
@@ -209,8 +209,7 @@ impl Running {
     fn show(&self) {
         let mut counted = ClientStatus::new_zeroed();
         self.function.count_into(&mut counted);
-        let row = &mut self.table.lock().seats[self.seat].row;
-        (row.h2c, row.c2h, row.in_flight, row.faults) = (counted.h2c, counted.c2h, counted.in_flight, counted.faults);
+        self.table.show_counted(self.seat, counted);
     }
 }
 

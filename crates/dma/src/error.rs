@@ -71,8 +71,9 @@ pub enum Error {
     #[error("this device maps whole buffers, one at a time")]
     WholeBuffers,
     /// An error of the crate that implements the registrar; `downcast` gives its type.
-    #[error(transparent)]
-    Backend(Box<dyn std::error::Error + Send + Sync>),
+    // Not transparent, which would leave the error itself out of the causes.
+    #[error("{0}")]
+    Backend(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The buffer was pinned by another host.
     #[error("the buffer was pinned by another host")]
     ForeignPin,

@@ -112,11 +112,7 @@ impl Daemon<'_> {
                 let version = u64::from(VERSION) | 1 << 32;
                 [version, 7, 1 << 21, 1 << 22, 1 << 20, 4].map(word).concat()
             }
-            ClientRequest::Open { .. } => [1 << 21, 1 << 22, 1].map(word).concat(),
-            ClientRequest::Map { segments, .. } => {
-                let len = segments.iter().map(|s| s.len.get()).sum();
-                [input.number() & !4095, len].map(word).concat()
-            }
+            ClientRequest::Map { .. } => word(input.number() & !4095).to_vec(),
             ClientRequest::Status { .. } => vec![input.u8(); 72 + usize::from(input.u8()) * 8],
             ClientRequest::Read { offset, .. } => {
                 let value = match *offset {

@@ -31,16 +31,19 @@ def suite_programs(arch, settings):
         kernels["slash"] = ("dmalane-slash", "kernel")
         targets["bar"] = ("dmalane-slash", "dmalane_slash")
         targets["vulkan"] = ("dmalane-vulkan", "dmalane_vulkan")
+    commands = {"commands": ("dmalane-cli", "it")} if arch is None else {}
     programs = {}
-    for found, selection in ((kernels, ["--test", "kernel"]), (targets, [units])):
+    for found, selection in ((kernels, ["--test", "kernel"]), (targets, [units]), (commands, ["--test", "it"])):
+        if not found:
+            continue
         paths = test_binaries(*found.values(), options=[*selection, *options], env=env)
         programs |= zip(found, paths, strict=True)
     if arch is None:
         # With the examples, dependencies get the features that the tests need: nothing is built again. Job "coverage"
         # of scripts/nightly has built the tests alone.
         beside = "--tests" if settings.profiles else "--examples"
-        cargo("build", "--locked", *options, beside, "--bin", "dmalane")
-        programs["dmalane"] = settings.target / "debug/dmalane"
+        cargo("build", "--locked", *options, beside, "--bin", "dmalane", "--bin", "dmalaned")
+        programs |= {name: settings.target / "debug" / name for name in ("dmalane", "dmalaned")}
     return programs
 
 
@@ -65,6 +68,16 @@ def suite_lines(kernel, name_filter):
         f"unit devices unit {LIBTEST} {name_filter}",
         f"heaps devices mem {LIBTEST} heap::tests::{name_filter}",
     ]
+
+
+def daemon_lines(name_filter):
+    """The lines of /suites for the daemon's memory in control groups of version 2, which few machines of tests have."""
+    test = "dmalaned_memory::memory_attacks_in_control_groups_of_version_2"
+    if name_filter and name_filter not in test:
+        return []
+    # A guest has one processor, which is emulated.
+    env = "../bin/env DMALANE_TEST_DMALANED=/tests/dmalaned DMALANE_MEMORY_ROUNDS=5"
+    return [f"daemon devices {env} /tests/commands {LIBTEST} --exact {test}"]
 
 
 def vulkan_lines(name_filter):
@@ -105,6 +118,8 @@ def run_suites(store, kernels):
                 lines.append(f"slash devices slash {LIBTEST} {settings.filter}")
             except Skip as reason:
                 print("\n".join(report.ignored(f"slash_stub_{kernel.name}", reason)))
+        if "dmalaned" in programs:
+            lines += daemon_lines(settings.filter)
         lines += vulkan
         if settings.profiles:
             lines = profiles.lines(lines)

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dmalane_daemon::{Client, ClientOptions, Config, DaemonStatus, Listener, Server, Totals, status};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 
 /// Time after which something that is waited for does not come: far more than a busy machine needs.
 const LONG: Duration = Duration::from_secs(60);
@@ -43,6 +44,12 @@ impl Daemon {
         let server = Server::new(config, |event| println!("{event}")).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let thread = std::thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        // Once it serves, the listening socket is no descriptor of this process any more. Who has seen the end of a
+        // connection has its place again.
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).unwrap();
+        while rustix::net::recv(&socket, &mut [0], rustix::net::RecvFlags::empty()).is_ok_and(|(n, _)| n > 0) {}
         Self { path, folder, stop: Some(stop), thread: Some(thread), fds, _one }
     }
 

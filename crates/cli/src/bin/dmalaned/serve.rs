@@ -161,7 +161,7 @@ impl Serve {
             None => (listen(&socket, mode)?, socket.display().to_string()),
         };
         let log = move |event: &ServerEvent| {
-            if !quiet {
+            if !quiet || event.is_warning {
                 say(&event.to_string());
             }
         };
