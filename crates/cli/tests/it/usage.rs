@@ -118,6 +118,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
     ),
     ("doctor", &[("a b", "b")]),
     ("devices", &[("m", "m")]),
+    ("vm bench", &[("4KiB", "whole pages of 16KiB"), ("x", "not a size"), ("1MiB 1", "from 2"), ("-f vax", "vax")]),
     (
         "bar-map",
         &[
@@ -196,6 +197,7 @@ const FAILS: &[&str] = &[
     "vm replay pipe",
     "vm replay list",
     "vm replay /dev/zero",
+    "vm bench 1MiB 2 -d ram:1MiB",
     "verify m --manifest pipe",
     "verify m --manifest list",
     "verify m --manifest object",

@@ -161,6 +161,6 @@ impl Bench {
         let times = Times { first_bind, other_binds: timed(others)?, unbinds: timed(unbinds)?, ..Times::default() };
         let binds = self.binds;
         let head = format!("Testing on {} with BO size {size} ({pages} pages) with {binds} binds\n", plain(&name));
-        output::print(&(head + &times_text(&times)))
+        output::print_text(&(head + &times_text(&times)))
     }
 }
