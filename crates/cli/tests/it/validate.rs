@@ -336,7 +336,7 @@ fn a_bad_command_line_is_explained() {
         (&["-d", "file:x", "--placement", "hbm"], "--placement is for a card"),
         (&["-d", "file:x", "--raw-transfer-test"], "--raw-transfer-test is for a card"),
         (&["-d", "file:x", "--channel-allocation", "paired"], "--channel-allocation is for a card"),
-        (&["--overwrite"], "--overwrite is for file, not for soft"),
+        (&["--overwrite"], "--overwrite is for file and qdma, not for soft"),
         (&["--report", "-"], "stdout is for the report"),
         (&["-d", "soft,ring=3"], "not a power of two from 2 to 65536"),
         (&["-d", "soft,ring=-1"], "not a power of two from 2 to 65536"),
