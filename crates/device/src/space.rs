@@ -49,8 +49,8 @@ pub trait AddressSpace: Send {
     ///
     /// # Errors
     /// [`SpaceError::NotReserved`], [`SpaceError::Elsewhere`], [`SpaceError::NoTables`], [`SpaceError::Vm`],
-    /// [`SpaceError::Refused`]: nothing has changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`] nothing is bound where the requests were;
-    /// after the latter the memory must not be used again.
+    /// [`SpaceError::Refused`]: nothing has changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`]
+    /// nothing is bound where the requests were; after the latter the memory must not be used again.
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError>;
 
     /// Waits until everything that was bound is seen by programs on the device.
