@@ -80,11 +80,13 @@ def test_the_environment_sets_what_the_help_lists(tmp_path):
     env = {
         "DMALANE_VM_CACHE": "/cache", "DMALANE_VM_SECONDS": "9", "DMALANE_VM_FILTER": "heap",
         "DMALANE_VM_GIB": "1 32", "DMALANE_VM_ALIGN": "2M none", "DMALANE_VM_ROUNDS": "3", "DMALANE_VM_JOBS": "2",
+        "DMALANE_VM_SIZES": "4096",
         "DMALANE_VM_MIRROR": "http://x", "DMALANE_VM_PROFILES": "/counts",
     }  # fmt: skip
     found = settings(tmp_path, **env)
     assert found == Settings(
-        tmp_path, Path("/cache"), False, 9, "heap", (1, 32), ("2M", "none"), 3, 2, "http://x", Path("/counts")
+        tmp_path, Path("/cache"), False, 9, "heap", (1, 32), ("2M", "none"), 3, (4096,), 2, "http://x",
+        Path("/counts"),
     )  # fmt: skip
     for name in env:
         assert name in cli.EPILOG
@@ -455,6 +457,25 @@ def test_the_table_of_bars(tmp_path):
     log.write_text("VM begin x\nno such device\nVM end x 3\n")
     with pytest.raises(Failed, match="(?s)VM end x 3.*no such device"):
         list(tables.bar_map([log]))
+
+
+def test_the_table_of_reads(tmp_path):
+    found = settings(tmp_path, DMALANE_VM_SIZES="4096 8192", DMALANE_VM_ROUNDS="3")
+    lines, extra = suites.alloc_read_lines(found)
+    assert [line.split()[0] for line in lines] == ["folder", "disk", "limit", "alloc-read-4096", "alloc-read-8192"]
+    assert "--sizes 8192 " in lines[-1] and "--rounds 3 " in lines[-1] and extra[0][0] == "limit"
+
+    def one(size, *rows):
+        rows = [{"case": case, "variant": name, "median_s": s, "samples": 3} for case, name, s in rows]
+        return f"VM begin x\nbench: slow\n{json.dumps({'rows': rows}, indent=1)}\nVM end x 0\n"
+
+    log = tmp_path / "log"
+    small = one(4096, ("4 KB cold", "normal", 0.0015), ("4 KB warm", "normal", 1), ("4 KB cold", "ours", 0.0005))
+    log.write_text("VM begin disk\nVM end disk 0\n" + small + one(8192, ("8 KB cold", "normal", 2)))
+    assert list(tables.alloc_read([log])) == [
+        "| cold | 4 KB | 8 KB |", "|---|---|---|", "| normal | 1,500,000 | 2,000,000,000 |", "| ours | 500,000 | - |",
+        "", "Rounds: 3, 3.",
+    ]  # fmt: skip
 
 
 def test_the_table_of_host_memory(tmp_path):

@@ -114,7 +114,7 @@ fn number_of_host(error: &dmalane::dma::Error) -> Number {
 fn number_of_space(error: &SpaceError) -> Number {
     match error {
         SpaceError::Exhausted(_) => Errno::NoMem.into(),
-        SpaceError::Fragmented(_) => Errno::NotSup.into(),
+        SpaceError::Fragmented(_) | SpaceError::NoTables => Errno::NotSup.into(),
         SpaceError::TooShort { .. } => Errno::Range.into(),
         SpaceError::Elsewhere(_) => Errno::Inval.into(),
         SpaceError::NotReserved(_) => Errno::NoEnt.into(),

@@ -196,7 +196,7 @@ mod tests {
     fn only_what_keeps_data_is_overwritten() {
         let overwrite = Consent { overwrite: true };
         let Err(failure) = overwrite.check(&parse("vfio:0000:01:00.0").unwrap()) else { panic!("vfio keeps no data") };
-        assert!(failure.text("x").contains("--overwrite is for file, not for vfio:0000:01:00.0"));
+        assert!(failure.text("x").contains("--overwrite is for file and qdma, not for vfio:0000:01:00.0"));
         assert!(overwrite.check(&parse("file:x").unwrap()).is_ok());
         assert!(Consent { overwrite: false }.check(&parse("soft").unwrap()).is_ok());
         assert!(parse("gpu0").unwrap_err().contains("`dmalane devices`"));

@@ -1,18 +1,22 @@
 //! Runs of `load` and `read`: their times, stages and outputs, as both tell them.
 
+use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use dmalane::OpenFile;
 use dmalane::dma::PageBacking;
+use dmalane::file::residency;
 use dmalane::load::fill::FillOptions;
 use dmalane::load::{Stage, StageReport, StageTimeline};
+use rustix::fs::Advice;
 use serde_json::{Value, json};
 
 use crate::commands::doctor::why_not;
 use crate::device::Consent;
 use crate::failure::Failure;
-use crate::layout::{Table, bottleneck, good, unbroken, wrap};
+use crate::layout::{Table, bottleneck, count, good, unbroken, wrap};
 use crate::model::ReadMode;
 use crate::number::within;
 use crate::output::{OutputFormat, Outputs, Replace};
@@ -53,6 +57,10 @@ pub struct RunOptions {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     pub repeat: u32,
 
+    /// Drop the files from the page cache before each run, and print the average time
+    #[arg(long, help_heading = "Reading")]
+    cold: bool,
+
     #[command(flatten)]
     pub mode: ReadMode,
 
@@ -81,11 +89,43 @@ impl RunOptions {
         !self.no_checksum || self.manifest.is_some()
     }
 
+    /// With `--cold`, drops files from the page cache, and adds to `cold`.
+    pub fn drop_cached<'a>(
+        &self,
+        files: impl IntoIterator<Item = &'a OpenFile>,
+        cold: &mut Option<Cold>,
+    ) -> Result<(), Failure> {
+        if !self.cold {
+            return Ok(());
+        }
+        let mut cached = 0u64;
+        for file in files {
+            let of = |open: &OpenFile| -> io::Result<u64> {
+                // Pages that are dirty are not dropped.
+                open.file.sync_data()?;
+                rustix::fs::fadvise(&open.file, 0, None, Advice::DontNeed)?;
+                Ok(residency(&open.file, 0, open.file.metadata()?.len())?.cached)
+            };
+            let failed = |e| Failure::because(format!("cannot drop {} from the page cache", file.path.display()), &e);
+            cached = cached.saturating_add(of(file).map_err(failed)?);
+        }
+        let before = cold.map_or(0, |cold| cold.cached);
+        *cold = Some(Cold { cached: before.max(cached) });
+        Ok(())
+    }
+
     /// How memory is filled.
     pub fn fill(&self, default: FillOptions) -> FillOptions {
         let chunk = self.chunk.map_or(default.chunk, Size::bytes);
         FillOptions { chunk, checksum: !self.no_checksum, timeline: self.timeline.any(), ..default }
     }
+}
+
+/// Runs that each began with the files dropped from the page cache.
+#[derive(Clone, Copy)]
+pub struct Cold {
+    /// Bytes that were cached all the same when a run began, at most.
+    cached: u64,
 }
 
 /// The median run of some, and what was checked and written.
@@ -96,6 +136,8 @@ pub struct MeasuredRuns {
     pub bytes: u64,
     /// The time of each run, in order.
     pub walls: Vec<Duration>,
+    /// The files were dropped from the page cache before each run.
+    pub cold: Option<Cold>,
     /// The stages that took part, with the verification as the last.
     pub stages: Vec<MeasuredStage>,
     /// The copies that were made before the first run.
@@ -168,6 +210,11 @@ impl MeasuredRuns {
         self.walls[median(&self.walls)]
     }
 
+    /// The mean of all runs.
+    fn average(&self) -> Duration {
+        self.walls.iter().sum::<Duration>() / u32::try_from(self.walls.len()).unwrap_or(u32::MAX).max(1)
+    }
+
     /// The object that `--json` prints, with the command's `own` fields, described in `docs/formats/json.md`.
     pub fn json(&self, own: Value) -> Value {
         let (order, seconds) = (sorted(&self.walls), |run: usize| self.walls[run].as_secs_f64());
@@ -186,6 +233,8 @@ impl MeasuredRuns {
             "median_s": wall,
             "fastest_s": seconds(order[0]),
             "slowest_s": seconds(order[order.len() - 1]),
+            "average_s": self.average().as_secs_f64(),
+            "cold_cached_bytes": self.cold.map(|cold| cold.cached),
             "stages": self.stages.iter().map(MeasuredStage::json).collect::<Value>(),
         });
         if let (Value::Object(all), Value::Object(own)) = (&mut all, own) {
@@ -221,6 +270,14 @@ impl MeasuredRuns {
             let [fastest, slowest] = [order[0], order[n - 1]].map(|run| duration(self.walls[run]));
             let median = duration(self.wall());
             out += &format!("Median of {n} runs: {median}; fastest {fastest}, slowest {slowest}\n");
+        }
+        if let Some(Cold { cached }) = self.cold {
+            let (average, n) = (thousands(self.average().as_nanos()), count(self.walls.len(), "cold run"));
+            let stayed = match cached {
+                0 => String::new(),
+                n => format!("; {} stayed in the page cache", binary(n)),
+            };
+            out += &format!("Average of {n}: {average} ns{stayed}\n");
         }
         out + &self.copied.text() + "\n" + &self.table().text() + "\n"
     }
@@ -285,6 +342,16 @@ impl MeasuredRuns {
         };
         timeline::write(outputs, timeline, &page, &format!(" (after the {})", self.command))
     }
+}
+
+/// A number with commas, as in 1,520,790,492.
+fn thousands(n: u128) -> String {
+    let text = n.to_string();
+    let from_end = |(i, digit): (usize, char)| {
+        let comma = if i > 0 && (text.len() - i).is_multiple_of(3) { "," } else { "" };
+        format!("{comma}{digit}")
+    };
+    text.chars().enumerate().map(from_end).collect()
 }
 
 /// A detail of `--verbose`, with its label.

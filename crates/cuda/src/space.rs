@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
-use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
+use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError, without_tables};
 use dmalane_vm::BindRequest;
 
-use crate::Error;
 use crate::sys::{Context, Window};
 
 /// How buffers are bound in the device's address space.
@@ -63,8 +62,9 @@ impl MapSpace {
         let each = |va: DeviceVa, len: u64| (0..len / page).map(move |i| va.bits() + i * page);
         let mut pages = BTreeMap::new();
         for request in requests {
+            without_tables(request)?;
             match request {
-                BindRequest::Bind { va, bo, offset, len, access } if *access == access.rights() => {
+                BindRequest::Bind { va, bo, offset, len, access } => {
                     let (window, end) = (self.window(*va, *len)?, offset.checked_add(*len));
                     let memory = end.and_then(|end| bo.sg().pages(*offset..end, self.page));
                     let memory = memory.ok_or_else(|| self.not_pages(*va, *len))?;
@@ -80,11 +80,7 @@ impl MapSpace {
                     pages.extend(each(span.first(), span.len()).map(gone));
                 }
                 BindRequest::Prefetch(_) => {}
-                _ => {
-                    return Err(SpaceError::Refused(
-                        Error::Unsupported("null pages, pages that repeat, or attributes").into(),
-                    ));
-                }
+                _ => return Err(SpaceError::NoTables),
             }
         }
         Ok(pages.into_values().collect())

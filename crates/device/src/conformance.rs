@@ -13,7 +13,9 @@ use dmalane_queue::{
 };
 use dmalane_vm::{BindRequest, Bo};
 
-use crate::{AddressSpaceKind, Bounce, Device, DeviceMemory, DriverCopy, NoIommu, Placement, Region, SpaceError};
+use crate::{
+    AddressSpace, AddressSpaceKind, Bounce, Device, DeviceMemory, DriverCopy, NoIommu, Placement, Region, SpaceError,
+};
 
 const LONG: Duration = Duration::from_secs(30);
 /// Bytes that are moved at each edge: a page, and a length that is no multiple of anything.
@@ -342,9 +344,26 @@ fn a_flat_space_shows_memory_where_it_lies(device: &mut dyn Device) {
     space.apply(&bind(at(page), page)).unwrap();
     assert!(space.apply(&bind(at(page), 0)).is_err(), "it does not lie there");
     assert!(space.apply(&bind(at(span.len()), 0)).is_err(), "that is not reserved");
+    needs_tables(space, range, &bo);
     assert!(!space.observe(Box::new(|_| {})) && space.vm().is_none());
     space.release(range).unwrap();
     assert!(matches!(space.release(range), Err(SpaceError::NotReserved(_))), "only once");
+}
+
+/// A space without page tables of ours refuses what it would not do, a batch as a whole.
+fn needs_tables(space: &mut dyn AddressSpace, range: Span<DeviceVa>, bo: &Arc<Bo>) {
+    let (va, len, page) = (range.first(), space.page().bytes(), space.page().bytes());
+    let bind = |access| BindRequest::Bind { va, bo: bo.clone(), offset: 0, len, access };
+    for request in [
+        bind(Access::RW | Access::MMIO),
+        bind(Access::READ | Access::PRIVILEGED),
+        bind(Access::RW | Access::UNCACHED),
+        BindRequest::Null { va, len },
+        BindRequest::Repeat { va, bo: bo.clone(), offset: 0, page, len, access: Access::READ },
+    ] {
+        let refused = space.apply(&[BindRequest::Prefetch(range), request.clone()]);
+        assert!(matches!(refused, Err(SpaceError::NoTables)), "{request:?}: {refused:?}");
+    }
 }
 
 fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
@@ -371,6 +390,9 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
     let range = space.reserve(&buffer, whole).unwrap();
     let other = space.reserve(&buffer, page).unwrap();
     assert!(range.len() >= whole && range.intersect(&other).is_none(), "ranges are nobody else's");
+    if matches!(space.kind(), AddressSpaceKind::Driver { .. }) {
+        needs_tables(space, range, &bo);
+    }
     space
         .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: whole, access: Access::READ }])
         .unwrap();

@@ -6,7 +6,7 @@ use dmalane_addr::{CardAddr, DeviceVa, SgTable, Span};
 use dmalane_queue::DeviceAddr;
 use dmalane_vm::BindRequest;
 
-use crate::{AddressSpace, AddressSpaceKind, SpaceError};
+use crate::{AddressSpace, AddressSpaceKind, SpaceError, without_tables};
 
 /// Virtual addresses that are card addresses: a buffer is seen where it lies, and binding only checks that.
 #[derive(Debug, Default)]
@@ -56,6 +56,7 @@ impl AddressSpace for FlatSpace {
     }
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        requests.iter().try_for_each(without_tables)?;
         requests.iter().try_for_each(|request| match request {
             BindRequest::Bind { va, bo, offset, len, .. } => {
                 let span = Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?;
@@ -68,7 +69,6 @@ impl AddressSpace for FlatSpace {
                 }
             }
             BindRequest::Unbind(span) | BindRequest::Prefetch(span) => self.check(span),
-            BindRequest::Repeat { va, .. } | BindRequest::Null { va, .. } => Err(SpaceError::Elsewhere(*va)),
             // Of a buffer object nothing is bound elsewhere.
             _ => Ok(()),
         })
@@ -112,7 +112,7 @@ mod tests {
         let half = range.sub(0, 0x2000).unwrap();
         space.apply(&[BindRequest::Unbind(half), BindRequest::Prefetch(range)]).unwrap();
         let null = BindRequest::Null { va: range.first(), len: 0x1000 };
-        assert!(matches!(space.apply(&[BindRequest::Unbind(half), null]), Err(SpaceError::Elsewhere(_))));
+        assert!(matches!(space.apply(&[BindRequest::Unbind(half), null]), Err(SpaceError::NoTables)));
         assert!(matches!(space.release(half), Err(SpaceError::NotReserved(_))), "only as a whole");
         space.release(range).unwrap();
         assert!(matches!(space.release(range), Err(SpaceError::NotReserved(_))));

@@ -48,9 +48,9 @@ pub trait AddressSpace: Send {
     /// [flat](AddressSpaceKind::Flat) space a buffer can be bound where it lies, which changes nothing.
     ///
     /// # Errors
-    /// [`SpaceError::NotReserved`], [`SpaceError::Elsewhere`], [`SpaceError::Vm`], [`SpaceError::Refused`]: nothing has
-    /// changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`] nothing is bound where the requests were;
-    /// after the latter the memory must not be used again.
+    /// [`SpaceError::NotReserved`], [`SpaceError::Elsewhere`], [`SpaceError::NoTables`], [`SpaceError::Vm`],
+    /// [`SpaceError::Refused`]: nothing has changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`]
+    /// nothing is bound where the requests were; after the latter the memory must not be used again.
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError>;
 
     /// Waits until everything that was bound is seen by programs on the device.
@@ -121,6 +121,18 @@ pub enum AddressSpaceKind {
     Flat,
 }
 
+/// Refuses what only page tables of ours can do: for spaces without, a driver's and flat ones.
+///
+/// # Errors
+/// [`SpaceError::NoTables`] for null pages, pages that repeat, and attributes of memory.
+pub fn without_tables(request: &BindRequest) -> Result<(), SpaceError> {
+    match request {
+        BindRequest::Bind { access, .. } if *access != access.rights() => Err(SpaceError::NoTables),
+        BindRequest::Null { .. } | BindRequest::Repeat { .. } => Err(SpaceError::NoTables),
+        _ => Ok(()),
+    }
+}
+
 /// Why an address space did not do something.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -142,6 +154,9 @@ pub enum SpaceError {
     /// A bind in a flat space that is not where the buffer lies.
     #[error("this device has no MMU, so only what lies at {0} can be seen there")]
     Elsewhere(DeviceVa),
+    /// A request that needs page tables of ours.
+    #[error("without page tables of ours only parts of buffers are bound, with plain rights, and ranges unbound")]
+    NoTables,
     /// A range that was not reserved, or not as a whole.
     #[error("{0} is not reserved")]
     NotReserved(Span<DeviceVa>),

@@ -2,7 +2,7 @@
 //!
 //! A [`TestedDevice`] is a device whose queues nothing else uses; [`run`] measures it as
 //! [`ValidateSettings`] say and returns a [`ValidateReport`]. First every thread writes and reads back its buffers, all
-//! of them before any is compared, so that threads that share addresses show. Then each figure is measured for a while
+//! of them before any is compared, so that buffers that share addresses show. Then each figure is measured for a while
 //! and the bytes that it moved last are compared; where they are not right, the report has no figure.
 #![forbid(unsafe_code)]
 

@@ -17,9 +17,9 @@ use crate::workers::{Job, Worker, go, rate};
 
 const PAGE: u64 = 4096;
 const HUGE: u64 = 2 << 20;
-/// The place of the walks in a worker.
-const UP: usize = 0;
-const DOWN: usize = 1;
+/// To the device.
+const UP: Direction = Direction::FromHost;
+const DOWN: Direction = Direction::ToHost;
 /// Rounds of a group of figures: at least as many as there are directions.
 const ROUNDS: usize = 16;
 /// The difference between the round of a figure and that of the pass after it.
@@ -30,16 +30,17 @@ const DISTURBED: f64 = 1.2;
 /// New bytes to write, and none of those to be read in the buffers.
 fn refill(workers: &mut [Worker], round: u64) {
     for (thread, worker) in workers.iter_mut().enumerate() {
-        worker.walks[UP].direction = Direction::FromHost;
-        worker.walks[UP].fill(seed(thread, UP, round));
-        worker.walks[DOWN].direction = Direction::ToHost;
-        worker.walks[DOWN].fill(seed(thread, DOWN, round));
+        for (i, walk) in worker.walks.iter_mut().enumerate() {
+            walk.direction = walk.measured;
+            walk.fill(seed(thread, i, round));
+        }
     }
 }
 
-/// The seed of the bytes of a buffer: a number for each thread, walk and use, so that none is taken for another.
+/// The seed of the bytes of a buffer: a number for each thread, of which there are 256 at most (two directions in two
+/// memories), walk and use, so that none is taken for another.
 fn seed(thread: usize, walk: usize, round: u64) -> u64 {
-    round << 16 | (thread as u64) << 1 | walk as u64
+    round << 16 | (thread as u64) << 8 | walk as u64
 }
 
 /// Measures a device. Its content from [`ValidateSettings::starting_offset`] on is overwritten.
@@ -79,7 +80,7 @@ pub fn run_into(
         // Of all that there is, not of what is allocated below.
         layout.paired = Some(Some(target.memories.least() / 2 / PAGE * PAGE));
     }
-    let slots = 2 * settings.threads as u64;
+    let slots = 2 * (settings.threads * settings.iodepth) as u64;
     // Before anything is measured: do all of them fit?
     for &phase in &phases {
         for &buffer in &settings.buffers {
@@ -134,10 +135,9 @@ fn cases(
     watch(ValidateEvent::Steps(cases * (directions + compared)));
     for &phase in phases {
         for &buffer in &settings.buffers {
-            if phase == Phase::Both && buffer == PAGE && settings.threads == 1 && !settings.is_positional() {
-                report
-                    .left_out
-                    .push("HBM+DDR with one thread and buffers of one page: there is nothing to share out".into());
+            let alone = settings.threads * settings.iodepth == 1;
+            if phase == Phase::Both && buffer == PAGE && alone && !settings.is_positional() {
+                report.left_out.push("HBM+DDR with one buffer of one page: there is nothing to share out".into());
                 continue;
             }
             for &pages in &settings.pages {
@@ -158,6 +158,9 @@ fn check(target: &TestedDevice, settings: &ValidateSettings) -> Result<Vec<usize
     let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
     if !(1..=64).contains(&settings.threads) {
         return bad("a number of threads", settings.threads as u64, "not from 1 to 64");
+    }
+    if !(1..=64).contains(&settings.iodepth) {
+        return bad("an I/O depth", settings.iodepth as u64, "not from 1 to 64");
     }
     for &buffer in &settings.buffers {
         if buffer == 0 || !buffer.is_multiple_of(PAGE) {
@@ -285,14 +288,14 @@ impl Case<'_> {
                 Directions::Write => "writing",
                 Directions::Both => "reading and writing",
             });
-            let (up, down) = (directions != Directions::Read, directions != Directions::Write);
-            let active = |walk| if walk == UP { up } else { down };
+            let active = |measured| directions.include(measured);
+            let [up, down] = [UP, DOWN].map(active);
             refill(workers, round);
             self.go(workers, settings.stop, active)?;
             let (write, read) = (rate(workers, UP).filter(|_| up), rate(workers, DOWN).filter(|_| down));
             let mut wrong = Vec::new();
             if down {
-                wrong.extend(self.wrong(workers, DOWN, 1, "read from"));
+                wrong.extend(wrong_in(workers, DOWN, 1, "read from"));
             }
             // Whether passes after the first have moved anything does not show in buffers that were right after it. So
             // one more, with other bytes to write and none of those to be read in the buffers.
@@ -300,11 +303,11 @@ impl Case<'_> {
             refill(workers, last);
             self.go(workers, Stop::After(1), active)?;
             if down {
-                wrong.extend(self.wrong(workers, DOWN, 1, "read at last from"));
+                wrong.extend(wrong_in(workers, DOWN, 1, "read at last from"));
             }
             if up {
-                self.read_back(workers, |walk| walk == UP)?;
-                wrong.extend(self.wrong(workers, UP, last, "written at last to"));
+                self.read_back(workers, |measured| measured == UP)?;
+                wrong.extend(wrong_in(workers, UP, last, "written at last to"));
             }
             if !wrong.is_empty() {
                 integrity.wrong.extend(wrong);
@@ -329,13 +332,15 @@ impl Case<'_> {
     /// A worker for each thread, with packed buffers; or why there are no such pages.
     fn workers(&self) -> Result<MaybeWorkers, ValidateError> {
         let Self { settings, layout, phase, buffer, .. } = self;
-        let slots = 2 * settings.threads as u64;
+        let of_thread = 2 * settings.iodepth as u64;
+        let slots = of_thread * settings.threads as u64;
         let (mut workers, mut kind) = (Vec::new(), PageKind::Base);
-        for thread in 0..settings.threads {
+        for first in (0..slots).step_by(of_thread as usize) {
             let mut walks = Vec::new();
-            for walk in [UP, DOWN] {
-                let places = layout.places(*phase, 2 * thread as u64 + walk as u64, slots, *buffer)?;
-                let (walk, of) = match self.walk(&places)? {
+            for slot in first..first + of_thread {
+                let measured = if slot % 2 == 0 { UP } else { DOWN };
+                let places = layout.places(*phase, slot, slots, *buffer)?;
+                let (walk, of) = match self.walk(measured, &places)? {
                     Ok(made) => made,
                     Err(why) => return Ok(Err(why)),
                 };
@@ -348,7 +353,8 @@ impl Case<'_> {
     }
 
     /// A worker for each buffer: thread `t` has position `t`, or with both directions at once reads at position `2t`
-    /// and writes at position `2t + 1`. Or why there are no such pages.
+    /// and writes at position `2t + 1`. Its further buffers lie at as many positions behind those of all. Or why there
+    /// are no such pages.
     fn workers_at_positions(&self, directions: Directions) -> Result<MaybeWorkers, ValidateError> {
         let Self { settings, channels, layout, phase, buffer, .. } = self;
         let slots = 2 * settings.threads;
@@ -356,23 +362,21 @@ impl Case<'_> {
         let (mut workers, mut kind) = (Vec::new(), PageKind::Base);
         for memory in memories(*phase) {
             for position in 0..positions {
-                let moves = match directions {
+                let measured = match directions {
                     Directions::Read => DOWN,
                     Directions::Write => UP,
                     Directions::Both if position % 2 == 0 => DOWN,
                     Directions::Both => UP,
                 };
-                let places = layout.at_position(*memory, position as u64, slots as u64, *buffer)?;
-                let mut walks = Vec::new();
-                for walk in [UP, DOWN] {
-                    let (made, of) = match self.walk(if walk == moves { &places } else { &[] })? {
+                let (mut walks, all) = (Vec::new(), slots * settings.iodepth);
+                for position in (position..all).step_by(slots) {
+                    let places = layout.at_position(*memory, position as u64, all as u64, *buffer)?;
+                    let (walk, of) = match self.walk(measured, &places)? {
                         Ok(made) => made,
                         Err(why) => return Ok(Err(why)),
                     };
-                    if walk == moves {
-                        kind = of;
-                    }
-                    walks.push(made);
+                    kind = of;
+                    walks.push(walk);
                 }
                 let alternating = match (settings.allocation, settings.raw) {
                     (Allocation::Paired, _) => Some(channels[position % channels.len()]),
@@ -386,19 +390,21 @@ impl Case<'_> {
         Ok(Ok((workers, kind)))
     }
 
-    /// A buffer for these places, with the kind of its pages; without places, one that moves nothing. Or why there are
-    /// no such pages.
-    fn walk(&self, places: &[(CardAddr, u64)]) -> Result<Result<(Walk, PageKind), String>, ValidateError> {
-        let small = self.pages == Pages::Small || places.is_empty();
+    /// A buffer for these places, with the kind of its pages. Or why there are no such pages.
+    fn walk(
+        &self,
+        measured: Direction,
+        places: &[(CardAddr, u64)],
+    ) -> Result<Result<(Walk, PageKind), String>, ValidateError> {
+        let small = self.pages == Pages::Small;
         let heap = self.target.registrar.heap(small.then_some(PageKind::Base));
-        let len = if places.is_empty() { PAGE } else { self.buffer };
-        let buf = heap.allocate(len as usize).map_err(ValidateError::Memory)?.share();
+        let buf = heap.allocate(self.buffer as usize).map_err(ValidateError::Memory)?.share();
         let kind = buf.backing().kind;
         if !small && kind == PageKind::Base {
             let why = buf.backing().passed_over.iter().map(|(kind, why)| format!("{kind}: {why}"));
             return Ok(Err(why.collect::<Vec<_>>().join("; ")));
         }
-        Ok(Ok((Walk::new(buf, places, &*self.target.registrar)?, kind)))
+        Ok(Ok((Walk::new(measured, buf, places, &*self.target.registrar)?, kind)))
     }
 
     /// A queue over one channel, or over all of them with a policy.
@@ -422,7 +428,7 @@ impl Case<'_> {
         &self,
         workers: &mut [Worker],
         stop: Stop,
-        active: impl Fn(usize) -> bool + Sync,
+        active: impl Fn(Direction) -> bool + Sync,
     ) -> Result<(), ValidateError> {
         let job = Job { phase: self.phase, stop, timeout: self.target.timeout, cancelled: &self.target.cancelled };
         go(workers, job, active)
@@ -431,9 +437,9 @@ impl Case<'_> {
     /// Writes all buffers, then reads all back.
     fn compare(&self, workers: &mut [Worker]) -> Result<Integrity, ValidateError> {
         for (thread, worker) in workers.iter_mut().enumerate() {
-            for walk in [UP, DOWN] {
-                worker.walks[walk].direction = Direction::FromHost;
-                worker.walks[walk].fill(seed(thread, walk, 1));
+            for (i, walk) in worker.walks.iter_mut().enumerate() {
+                walk.direction = UP;
+                walk.fill(seed(thread, i, 1));
             }
         }
         self.go(workers, Stop::After(1), |_| true)?;
@@ -441,32 +447,43 @@ impl Case<'_> {
         let mut wrong = Vec::new();
         let mut ok = 0;
         for (thread, worker) in workers.iter().enumerate() {
-            let of_thread = [UP, DOWN].map(|walk| self.wrong_of(worker, thread, walk, 1, "written and read back at"));
-            ok += usize::from(of_thread.iter().all(Option::is_none));
-            wrong.extend(of_thread.into_iter().flatten());
+            let before = wrong.len();
+            wrong.extend(wrong_of(worker, thread, |_| true, 1, "written and read back at"));
+            ok += usize::from(wrong.len() == before);
         }
         let Self { phase, buffer, pages, .. } = *self;
         Ok(Integrity { phase, buffer, pages, ok, threads: workers.len(), wrong })
     }
 
     /// Reads what was written into buffers that held something else.
-    fn read_back(&self, workers: &mut [Worker], which: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
+    fn read_back(&self, workers: &mut [Worker], which: impl Fn(Direction) -> bool + Sync) -> Result<(), ValidateError> {
         for (thread, worker) in workers.iter_mut().enumerate() {
-            for (i, walk) in worker.walks.iter_mut().enumerate().filter(|(i, _)| which(*i)) {
-                walk.direction = Direction::ToHost;
+            for (i, walk) in worker.walks.iter_mut().enumerate().filter(|(_, walk)| which(walk.measured)) {
+                walk.direction = DOWN;
                 walk.fill(!seed(thread, i, 0));
             }
         }
         self.go(workers, Stop::After(1), which)
     }
+}
 
-    fn wrong(&self, workers: &[Worker], walk: usize, round: u64, what: &str) -> Vec<String> {
-        workers.iter().enumerate().filter_map(|(t, worker)| self.wrong_of(worker, t, walk, round, what)).collect()
-    }
+/// The first wrong byte of each buffer of a direction.
+fn wrong_in(workers: &[Worker], of: Direction, round: u64, what: &str) -> Vec<String> {
+    let each = workers.iter().enumerate();
+    each.flat_map(|(thread, worker)| wrong_of(worker, thread, |measured| measured == of, round, what)).collect()
+}
 
-    fn wrong_of(&self, worker: &Worker, thread: usize, walk: usize, round: u64, what: &str) -> Option<String> {
-        let byte = worker.walks[walk].wrong(seed(thread, walk, round))?;
-        let at = worker.walks[walk].address_of(byte);
+fn wrong_of(
+    worker: &Worker,
+    thread: usize,
+    which: impl Fn(Direction) -> bool,
+    round: u64,
+    what: &str,
+) -> impl Iterator<Item = String> {
+    let walks = worker.walks.iter().enumerate().filter(move |(_, walk)| which(walk.measured));
+    walks.filter_map(move |(i, walk)| {
+        let byte = walk.wrong(seed(thread, i, round))?;
+        let at = walk.address_of(byte);
         Some(format!("thread {thread}: byte {byte} of the buffer, {what} {at}, is wrong"))
-    }
+    })
 }

@@ -26,9 +26,8 @@ impl Reference {
                  the device's link), both ways in turns"
             }
             Self::Files(_) => {
-                "plain pwrite and pread of as many buffers on the same files; both ways by as many threads in turns \
-                 or by a thread for each \
-                 buffer, whichever is faster"
+                "plain pwrite and pread of as many buffers on the same files; several buffers of a thread one after \
+                 the other, or by a thread for each, whichever is faster"
             }
             Self::Driver(_) => "the same copies by the device's driver alone, all submitted together",
         }
@@ -36,8 +35,7 @@ impl Reference {
 }
 
 impl TestedDevice {
-    /// The best rate possible for the work that `workers` (with the walks up and down) have just done, in bytes per
-    /// second.
+    /// The best rate possible for the work that `workers` have just done, in bytes per second.
     pub(crate) fn reference(
         &self,
         workers: &[Worker],
@@ -52,8 +50,12 @@ impl TestedDevice {
         match &self.reference {
             Reference::Copies => {
                 // A thread of the reference does both ways in turns, also where each way has a worker of its own.
-                let busy = |i: usize| workers.iter().filter(|worker| worker.walks[i].len() > 0).count();
-                copies(busy(0).max(busy(1)), directions, buffer as usize, time)
+                let counts = [Direction::FromHost, Direction::ToHost].map(|of| {
+                    let walks = |worker: &Worker| worker.walks.iter().filter(|walk| walk.measured == of).count();
+                    workers.iter().map(walks).filter(|n| *n > 0).collect::<Vec<_>>()
+                });
+                let busiest = counts.iter().max_by_key(|threads| threads.len()).map_or(&[][..], |threads| threads);
+                copies(busiest, directions, buffer as usize, time)
             }
             Reference::Driver(driver) => {
                 let mut driver = driver.lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,12 +75,8 @@ fn by_driver(
     time: Duration,
 ) -> Result<f64, ValidateError> {
     let mut copies = Vec::new();
-    for (i, walk) in workers.iter().flat_map(|worker| worker.walks.iter().enumerate()) {
-        let up = i == 0;
-        let direction = if up { Direction::FromHost } else { Direction::ToHost };
-        if directions == Directions::Both || up == (directions == Directions::Write) {
-            copies.extend(walk.driver_copies(direction));
-        }
+    for walk in workers.iter().flat_map(|worker| &worker.walks).filter(|walk| directions.include(walk.measured)) {
+        copies.extend(walk.driver_copies(walk.measured));
     }
     let bytes: u64 = copies.iter().map(|copy| copy.len).sum();
     let (start, mut times) = (Instant::now(), 1);
@@ -95,8 +93,8 @@ fn by_driver(
     Ok(moved as f64 / spent.as_secs_f64())
 }
 
-/// Copies between memory like the host's and memory like the card's.
-fn copies(threads: usize, directions: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
+/// Copies between memory like the host's and memory like the card's, of so many buffers for each thread.
+fn copies(threads: &[usize], directions: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
     let pair = |_| -> Result<(SharedBuf, SharedBuf), dmalane_dma::Error> {
         let card = SharedBuf::sparse("dmalane-reference", len)?;
@@ -106,21 +104,24 @@ fn copies(threads: usize, directions: Directions, len: usize, time: Duration) ->
         host.fill(1);
         Ok((host.share(), card))
     };
-    let mut pairs = (0..threads).map(pair).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
+    let of_thread = |n: &usize| (0..*n).map(pair).collect::<Result<Vec<_>, _>>();
+    let mut works = threads.iter().map(of_thread).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
     let mut rate = |hint| {
-        let pass = |(host, card): &mut (SharedBuf, SharedBuf)| {
+        let pass = |pairs: &mut Vec<(SharedBuf, SharedBuf)>| {
             let mut bytes = 0;
-            if directions != Directions::Read {
-                card.as_volatile_slice().copy_from(part_of(host, len), hint);
-                bytes += len as u64;
-            }
-            if directions != Directions::Write {
-                host.as_volatile_slice().copy_from(part_of(card, len), hint);
-                bytes += len as u64;
+            for (host, card) in pairs {
+                if directions != Directions::Read {
+                    card.as_volatile_slice().copy_from(part_of(host, len), hint);
+                    bytes += len as u64;
+                }
+                if directions != Directions::Write {
+                    host.as_volatile_slice().copy_from(part_of(card, len), hint);
+                    bytes += len as u64;
+                }
             }
             Ok(bytes)
         };
-        at_once(&mut pairs, time / 2, pass)
+        at_once(&mut works, time / 2, pass)
     };
     Ok(rate(CopyHint::Keep)?.max(rate(CopyHint::Stream)?))
 }
@@ -173,33 +174,32 @@ fn files(
     time: Duration,
 ) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
-    let pass = |buffers: &mut Vec<(bool, u64, CpuBuf)>| {
-        for (up, at, buffer) in buffers.iter_mut() {
-            match up {
-                true => files.written.write_all_at(&buffer[..len], *at)?,
-                false => files.read.read_exact_at(&mut buffer[..len], *at)?,
+    let pass = |buffers: &mut Vec<(Direction, u64, CpuBuf)>| {
+        for (direction, at, buffer) in buffers.iter_mut() {
+            match direction {
+                Direction::FromHost => files.written.write_all_at(&buffer[..len], *at)?,
+                Direction::ToHost => files.read.read_exact_at(&mut buffer[..len], *at)?,
             }
         }
         Ok((buffers.len() * len) as u64)
     };
-    let wanted = |up: bool| directions == Directions::Both || up == (directions == Directions::Write);
     let mut works = Vec::new();
     for worker in workers {
-        let places = worker.walks.iter().enumerate().map(|(i, walk)| (i == 0, walk.places().next()));
         let mut work = Vec::new();
-        for (up, at) in places.filter_map(|(up, place)| Some((up, place?.0.bits()))).filter(|(up, _)| wanted(*up)) {
+        for walk in worker.walks.iter().filter(|walk| directions.include(walk.measured)) {
+            let Some((at, _)) = walk.places().next() else { continue };
             let mut buffer = heap.allocate(len).map_err(ValidateError::Memory)?;
-            if up {
+            if walk.measured == Direction::FromHost {
                 buffer.fill(1);
             }
-            work.push((up, at, buffer));
+            work.push((walk.measured, at.bits(), buffer));
         }
         works.push(work);
     }
-    if directions != Directions::Both {
+    if works.iter().all(|work| work.len() <= 1) {
         return at_once(&mut works, time, pass);
     }
-    // A device that does both ways at once has more to give than threads take that do one after the other; where the
+    // A device with many transfers at once has more to give than threads take that do one after the other; where the
     // threads are the limit, more of them are slower.
     let in_turns = at_once(&mut works, time / 2, pass)?;
     let mut apart: Vec<Vec<_>> = works.into_iter().flatten().map(|work| vec![work]).collect();

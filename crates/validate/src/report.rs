@@ -15,7 +15,7 @@ pub struct Integrity {
     pub buffer: u64,
     /// The pages behind it.
     pub pages: Pages,
-    /// Threads whose buffers came back as they were.
+    /// Threads all of whose buffers came back as they were.
     pub ok: usize,
     /// Threads in all.
     pub threads: usize,

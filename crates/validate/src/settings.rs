@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use dmalane_queue::Direction;
+
 use crate::channels::Channels;
 
 /// Which memory a measurement is about.
@@ -42,6 +44,13 @@ pub enum Directions {
     Write,
     /// Both at once.
     Both,
+}
+
+impl Directions {
+    /// True when a figure counts bytes of this direction.
+    pub(crate) fn include(self, direction: Direction) -> bool {
+        self == Self::Both || (self == Self::Read) == (direction == Direction::ToHost)
+    }
 }
 
 /// Which channel a thread's bytes take.
@@ -88,8 +97,10 @@ impl fmt::Display for Pages {
 /// The measurements to make.
 #[derive(Clone, Debug)]
 pub struct ValidateSettings {
-    /// Threads, 1 to 64, each with a buffer for either direction.
+    /// Threads, 1 to 64.
     pub threads: usize,
+    /// Buffers of each thread for either direction, 1 to 64, all of them in flight at once.
+    pub iodepth: usize,
     /// Bytes of a buffer, multiples of 4 KiB; each is measured.
     pub buffers: Vec<u64>,
     /// First byte of each memory that is used; a multiple of 4 KiB.
@@ -118,18 +129,20 @@ pub struct ValidateSettings {
 }
 
 impl ValidateSettings {
-    /// True when each buffer is contiguous at its position, and has a thread of its own, as in AMD's `v80-smi
-    /// validate`: with a stride, a channel for each position, [raw](Self::raw) transfers or [`Allocation::Paired`].
+    /// True when each buffer is contiguous at its position, and a thread has buffers for one direction, as in AMD's
+    /// `v80-smi validate`: with a stride, a channel for each position, [raw](Self::raw) transfers or
+    /// [`Allocation::Paired`].
     pub fn is_positional(&self) -> bool {
         self.raw || self.stride.is_some() || self.allocation == Allocation::Paired || self.channels.per_position()
     }
 }
 
 impl Default for ValidateSettings {
-    /// Eight threads with buffers of 16 MiB; everything, half a second each.
+    /// Eight threads with a buffer of 16 MiB for either direction; everything, half a second each.
     fn default() -> Self {
         Self {
             threads: 8,
+            iodepth: 1,
             buffers: vec![16 << 20],
             starting_offset: 0,
             stride: None,

@@ -1,7 +1,7 @@
 //! Validations of devices whose truth is known: right ones and wrong ones.
 
 use std::error::Error;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -141,6 +141,9 @@ fn settings_that_make_no_sense_are_refused() {
     for (settings, why) in [
         (ValidateSettings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
         (ValidateSettings { threads: 65, ..quick() }, "not from 1 to 64"),
+        (ValidateSettings { iodepth: 0, ..quick() }, "an I/O depth of 0 is not from 1 to 64"),
+        (ValidateSettings { iodepth: 65, ..quick() }, "not from 1 to 64"),
+        (ValidateSettings { iodepth: 64, buffers: vec![MIB], ..quick() }, "HBM has 64 MiB"),
         (ValidateSettings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
         (ValidateSettings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
         (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
@@ -250,11 +253,12 @@ fn wrong(fault: Fault) -> TestedDevice {
 /// Copies as (channel, is a read, card address).
 type Seen = Arc<Mutex<std::collections::BTreeSet<(usize, bool, u64)>>>;
 
-/// A queue that notes where its copies go.
+/// A queue that notes where its copies go, and how many were in flight at most.
 struct Notes {
     inner: Box<DeviceQueue>,
     channel: usize,
     seen: Seen,
+    most: Arc<AtomicUsize>,
 }
 
 impl Queue for Notes {
@@ -275,6 +279,7 @@ impl Queue for Notes {
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let Work::Copy { direction, at: DeviceAddr::Card(at), .. } = &operation.work else { panic!("a copy") };
         self.seen.lock().unwrap().insert((self.channel, *direction == Direction::ToHost, at.bits()));
+        self.most.fetch_max(self.inner.in_flight() + 1, Ordering::Relaxed);
         self.inner.submit(operation)
     }
 
@@ -291,14 +296,44 @@ impl Queue for Notes {
     }
 }
 
-#[test]
-fn buffers_and_channels_are_those_of_v80_smi() {
-    let mut target = soft(CardConfig::default());
-    let seen = Seen::default();
+/// The software card, what its queues note, and how many were in flight on either.
+fn noted() -> (TestedDevice, Seen, Arc<AtomicUsize>) {
+    let (mut target, seen, most) = (soft(CardConfig::default()), Seen::default(), Arc::default());
     for (channel, queue) in target.queues.iter_mut().enumerate() {
         let inner = Box::new(queue.handle());
-        *queue = share(Notes { inner, channel, seen: Arc::clone(&seen) });
+        *queue = share(Notes { inner, channel, seen: Arc::clone(&seen), most: Arc::clone(&most) });
     }
+    (target, seen, most)
+}
+
+#[test]
+fn one_thread_keeps_many_transfers_in_flight() {
+    let (target, seen, most) = noted();
+    let settings = ValidateSettings {
+        threads: 1,
+        phases: vec![Phase::Ddr],
+        pages: vec![Pages::Small],
+        channels: Channels::only(0),
+        directions: vec![Directions::Write],
+        ..quick()
+    };
+    // All buffers are compared at once: both directions of each.
+    for (iodepth, in_flight) in [(1, 2), (16, 32)] {
+        seen.lock().unwrap().clear();
+        let report = check(&target, &ValidateSettings { iodepth, ..settings.clone() });
+        assert_eq!(report.figures[0].write.unwrap().buffers, 3 * iodepth as u64);
+        assert_eq!(most.swap(0, Ordering::Relaxed), in_flight);
+        assert_eq!(seen.lock().unwrap().len(), 2 * in_flight, "each buffer has a place of its own");
+    }
+    // Of many threads and many transfers each, a wrong byte is still found.
+    let settings = ValidateSettings { threads: 2, iodepth: 4, ..settings };
+    let report = run(&wrong(Fault::Flip(20)), &settings, &mut |_| {}).unwrap();
+    assert!(!report.passed() && report.figures.is_empty(), "{report:?}");
+}
+
+#[test]
+fn buffers_and_channels_are_those_of_v80_smi() {
+    let (target, seen, _) = noted();
     let Memories::Card { ddr, hbm } = target.memories else { panic!("a card") };
     let [ddr, hbm, upper] = [ddr, hbm[0], hbm[1]].map(|memory| memory.first().bits());
     let base = ValidateSettings {
@@ -326,7 +361,11 @@ fn buffers_and_channels_are_those_of_v80_smi() {
         assert_eq!(copies(one), of(&[(0, at(0)), (1, at(1))]), "thread 0 and 1 at positions 0 and 1");
     }
     let both = ValidateSettings { directions: vec![Directions::Both], ..list.clone() };
-    assert_eq!(copies(both), of(&[(0, at(0)), (1, at(1)), (0, at(2)), (1, at(3))]));
+    assert_eq!(copies(both.clone()), of(&[(0, at(0)), (1, at(1)), (0, at(2)), (1, at(3))]));
+    // The second buffer of each thread lies behind the first ones of all, and takes the same channel.
+    let deeper = copies(ValidateSettings { iodepth: 2, ..both });
+    let places: Vec<_> = (0..8).map(|position| (position as usize % 2, at(position))).collect();
+    assert_eq!(deeper, of(&places));
     // Without a list, raw transfers alternate channels in the order of positions.
     let raw = ValidateSettings { raw: true, stride: None, directions: vec![Directions::Both], ..base.clone() };
     let packed = |position: u64| ddr + 4096 + position * (64 << 10);

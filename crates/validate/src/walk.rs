@@ -26,6 +26,9 @@ pub(crate) struct Stretch {
 /// A buffer and its place.
 pub(crate) struct Walk {
     pub stretches: Vec<Stretch>,
+    /// The direction whose figures it counts for.
+    pub measured: Direction,
+    /// The direction of its next pass.
     pub direction: Direction,
     via: Registered,
     /// Of the pass under way: what the queue has not taken yet, and what it has.
@@ -60,7 +63,12 @@ pub(crate) fn histogram() -> Histogram<u32> {
 
 impl Walk {
     /// A buffer against these places, which are together as long as it.
-    pub fn new(buf: SharedBuf, places: &[(CardAddr, u64)], registrar: &dyn Registrar) -> Result<Self, ValidateError> {
+    pub fn new(
+        measured: Direction,
+        buf: SharedBuf,
+        places: &[(CardAddr, u64)],
+        registrar: &dyn Registrar,
+    ) -> Result<Self, ValidateError> {
         let via = Registered::new(registrar, &buf, Access::RW).map_err(ValidateError::Memory)?;
         let (mut rest, mut offset, mut stretches) = (buf.into_slice(), 0, Vec::new());
         for (at, len) in places {
@@ -70,7 +78,7 @@ impl Walk {
         }
         let (todo, flying, begun) = (VecDeque::new(), Vec::new(), Instant::now());
         let moved = Moved::default();
-        Ok(Self { stretches, direction: Direction::FromHost, via, todo, flying, begun, len: offset, moved })
+        Ok(Self { stretches, measured, direction: measured, via, todo, flying, begun, len: offset, moved })
     }
 
     /// Forgets what was moved so far.

@@ -17,7 +17,7 @@ const SLOWEST: u64 = 4_000_000;
 /// Time that a thread waits for a queue that it has stopped to release its buffers.
 const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
-/// The queues and walks of a thread.
+/// A thread: its queue, and the walks that it keeps in flight, all at once.
 pub(crate) struct Worker {
     pub queue: Box<DeviceQueue>,
     pub walks: Vec<Walk>,
@@ -57,14 +57,14 @@ impl Common {
     }
 }
 
-/// Lets each worker move those of its walks that `active` names (by their place in the worker).
+/// Lets each worker move those of its walks that `active` names, by the direction that they are measured in.
 ///
 /// # Errors
 /// The first failure of any; what the others move then still ends.
 pub(crate) fn go(
     workers: &mut [Worker],
     job: Job<'_>,
-    active: impl Fn(usize) -> bool + Sync,
+    active: impl Fn(Direction) -> bool + Sync,
 ) -> Result<(), ValidateError> {
     // A buffer counts when all of it has moved, which takes a slow device a while.
     let longest = workers.iter().flat_map(|worker| &worker.walks).map(Walk::len).max().unwrap_or(0);
@@ -121,7 +121,7 @@ impl Worker {
         &mut self,
         thread: usize,
         job: Job<'_>,
-        active: &(impl Fn(usize) -> bool + Sync),
+        active: &(impl Fn(Direction) -> bool + Sync),
         common: &Common,
     ) -> Result<(), ValidateError> {
         let Self { queue, walks } = self;
@@ -141,7 +141,7 @@ impl Worker {
         let mut watch = HaltWatch::default();
         loop {
             let (mut busy, mut fed) = (false, false);
-            for (_, walk) in walks.iter_mut().enumerate().filter(|(i, _)| active(*i)) {
+            for walk in walks.iter_mut().filter(|walk| active(walk.measured)) {
                 let stopped = first_error.is_some()
                     || common.failed.load(Ordering::Relaxed)
                     || job.cancelled.load(Ordering::Relaxed);
@@ -196,13 +196,13 @@ impl Worker {
     }
 }
 
-/// The rate of the walks at this place of all workers together. All places are divided by the same time, until the
-/// last of any had ended: ways that run at once do not count as faster for ending earlier.
-pub(crate) fn rate(workers: &[Worker], place: usize) -> Option<Rate> {
+/// The rate of a direction, all workers together. Both directions are divided by the same time, until the last walk of
+/// either had ended: ways that run at once do not count as faster for ending earlier.
+pub(crate) fn rate(workers: &[Worker], direction: Direction) -> Option<Rate> {
     let took = workers.iter().flat_map(|worker| &worker.walks).map(|walk| walk.moved.took).max()?;
     let mut times = histogram();
     let (mut bytes, mut buffers) = (0, 0);
-    for walk in workers.iter().filter_map(|worker| worker.walks.get(place)) {
+    for walk in workers.iter().flat_map(|worker| &worker.walks).filter(|walk| walk.measured == direction) {
         // Both have the same bounds.
         let added = times.add(&walk.moved.times);
         debug_assert!(added.is_ok(), "{added:?}");

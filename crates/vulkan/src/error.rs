@@ -122,9 +122,6 @@ pub enum Error {
         /// The size of a page.
         page: dmalane_addr::PageSize,
     },
-    /// A request that sparse buffers have no equivalent of.
-    #[error("sparse buffers bind memory of buffers, once each: no null pages, and none that repeat")]
-    NoSuchBind,
     /// The driver has no memory left.
     #[error("no {len} bytes of memory are left ({source}); {}", match free {
         Some(free) => format!("{free} bytes of the GPU's memory are free"),

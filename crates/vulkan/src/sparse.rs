@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockRea
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
-use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
+use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError, without_tables};
 use dmalane_vm::BindRequest;
 
 use crate::error::{CallError, Error};
@@ -428,11 +428,12 @@ impl SparseSpace {
         let (page, areas) = (self.map.granule, self.memory.areas());
         let mut changes = Pieces::new();
         for request in requests {
+            without_tables(request)?;
             let span = match request {
                 BindRequest::Bind { va, len, .. } => Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?,
                 BindRequest::Unbind(span) => *span,
                 BindRequest::Prefetch(_) => continue,
-                _ => return Err(refused(Error::NoSuchBind)),
+                _ => return Err(SpaceError::NoTables),
             };
             let (first, last) = (span.first().bits(), span.last().bits());
             if !window_at(&state.windows, first).is_some_and(|window| window.range.covers(&span)) {

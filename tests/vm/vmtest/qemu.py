@@ -26,10 +26,10 @@ EDU_BEHIND_BRIDGE = [
 ]  # fmt: skip
 
 
-def x86(image, work, devices):
+def x86(image, work, devices, memory="4G"):
     """A PC with an Intel IOMMU."""
     return [
-        "qemu-system-x86_64", "-M", "q35,kernel-irqchip=split", "-accel", "tcg", *CPU, "-smp", "1", "-m", "4G",
+        "qemu-system-x86_64", "-M", "q35,kernel-irqchip=split", "-accel", "tcg", *CPU, "-smp", "1", "-m", memory,
         *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}", "-serial", f"file:{work}/{TESTS}",
         "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
         "-append", f"console=ttyS0 quiet panic=-1 intel_iommu=on {HUGE_1G} {HUGE_2M}",

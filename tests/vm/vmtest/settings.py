@@ -27,6 +27,7 @@ class Settings:
     gib: tuple[int, ...] = (1, 8, 32)
     align: tuple[str, ...] = ("auto", "1GiB", "2MiB", "4KiB", "none")
     rounds: int = 10
+    sizes: tuple[int, ...] = (512 << 10, 8 << 20, 1 << 30, 3 << 30)
     jobs: int = 1
     mirror: str | None = None
     profiles: Path | None = None
@@ -37,6 +38,7 @@ class Settings:
         found = {"target": target, "cache": Path(env.get("DMALANE_VM_CACHE") or target / "vm"), "refresh": refresh}
         kinds = {
             "seconds": int, "filter": str, "gib": lambda text: tuple(map(int, text.split())),
+            "sizes": lambda text: tuple(map(int, text.split())),
             "align": lambda text: tuple(text.split()), "rounds": int, "jobs": int, "mirror": str, "profiles": Path,
         }  # fmt: skip
         for field, kind in kinds.items():

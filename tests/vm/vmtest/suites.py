@@ -1,13 +1,17 @@
 """Which tests run in which guest, and the runs behind the commands."""
 
+import os
+import subprocess
+from pathlib import Path
+
 from . import initramfs, mesa, profiles, qemu, report
 from .binaries import cargo, test_binaries
-from .settings import Failed, Skip
+from .settings import ROOT, Failed, Skip
 
 ARM64 = "aarch64-unknown-linux-musl"
 LIBTEST = "--test-threads=1 --show-output"
 # Limits of a guest. The tables of `bar-map` took 35 minutes in all, on a machine that was not busy.
-BAR_MAP_SECONDS, DMA_MAP_SECONDS, SUITE_SECONDS = 7200, 3600, 600
+BAR_MAP_SECONDS, DMA_MAP_SECONDS, ALLOC_READ_SECONDS, SUITE_SECONDS = 7200, 3600, 7200, 600
 
 
 def suite_programs(arch, settings):
@@ -140,9 +144,9 @@ def run_suites(store, kernels):
     return passed
 
 
-def measured(store, kernel, name, work, devices, seconds):
+def measured(store, kernel, name, work, devices, seconds, memory="4G"):
     """Runs a guest that measures; gives the log that the tables of `name` are made from."""
-    command = qemu.x86(store.folder(kernel) / "vmlinuz", work, devices)
+    command = qemu.x86(store.folder(kernel) / "vmlinuz", work, devices, memory)
     text = ""
     try:
         qemu.boot(kernel.name, command, work, store.settings.seconds or seconds)
@@ -195,3 +199,37 @@ def dma_map(store, kernel):
     initramfs.build(store, kernel, work, lines, {"kernel": binary})
     devices = ["-device", qemu.EDU, *qemu.EDU_BEHIND_BRIDGE]
     return measured(store, kernel, "dma-map", work, devices, DMA_MAP_SECONDS)
+
+
+def alloc_read_lines(settings):
+    """The lines of /suites for the table of files read into new memory, and the files that they need."""
+    rows = "normal,sendfile,udmabuf,dma-buf"
+    options = f"--folder /disk --json --only {rows} --rounds {settings.rounds} --seconds 100000"
+    lines = [
+        "folder devices ../bin/mkdir /disk",
+        "disk devices ../bin/mount -t ext4 /dev/vda /disk",
+        # A udmabuf has at most 64 MiB otherwise.
+        "limit devices ../bin/cp /limit /sys/module/udmabuf/parameters/size_limit_mb",
+        *(f"alloc-read-{size} devices bench alloc-read --sizes {size} {options}" for size in settings.sizes),
+    ]
+    return lines, [("limit", 0o644, b"65536\n")]
+
+
+def alloc_read(store, kernel):
+    """Measures reads into udmabufs and memory of a dma-buf heap, for docs/bench/seeds.md; gives the log."""
+    settings = store.settings
+    work = initramfs.fresh(settings.cache / f"read-{kernel.name}")
+    cargo("build", "--locked", "--release", "--manifest-path", "bench/Cargo.toml")
+    target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "bench/target")
+    lines, extra = alloc_read_lines(settings)
+    initramfs.build(store, kernel, work, lines, {"bench": target / "release/dmalane-bench"}, extra)
+    disk = work / "disk"
+    made = ["mke2fs", "-q", "-F", "-t", "ext4", disk, f"{max(settings.sizes) // 1024 + (256 << 10)}k"]
+    if subprocess.run(made, stdin=subprocess.DEVNULL).returncode != 0:
+        raise Failed("mke2fs cannot make a disk for the guest")
+    devices = ["-drive", f"if=none,id=disk,format=raw,file={disk}", "-device", "virtio-blk-pci,drive=disk"]
+    try:
+        # For the largest file twice: in its buffer, and in the page cache.
+        return measured(store, kernel, "alloc-read", work, devices, ALLOC_READ_SECONDS, "10G")
+    finally:
+        disk.unlink(missing_ok=True)

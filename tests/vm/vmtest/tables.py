@@ -1,4 +1,4 @@
-"""The tables of docs/bench/bar-map.md and docs/bench/dma-map.md, out of what the guests said."""
+"""The tables of the pages in docs/bench that are measured in guests, out of what these said."""
 
 import json
 
@@ -20,8 +20,8 @@ def ms(ns, digits=0):
     return f"{ns / MS:.{3 if ns < 10 * MS else digits}f}"
 
 
-def bar_map_reports(log):
-    """The output of each `dmalane bar-map --json` in a guest's log."""
+def reports(log):
+    """The JSON that programs printed, in a guest's log."""
     lines = None
     for line in log.read_text(errors="replace").splitlines():
         match line.split():
@@ -30,7 +30,10 @@ def bar_map_reports(log):
             case ["VM", "end", _, status, *_]:
                 if status != "0":
                     raise Failed("\n".join([f"{log}: {line}", *lines]))
-                yield json.loads("\n".join(lines))
+                # Programs may say something before it.
+                begin = next((i for i, line in enumerate(lines) if line.startswith("{")), None)
+                if begin is not None:
+                    yield json.loads("\n".join(lines[begin:]))
                 lines = None
             case _ if lines is not None:
                 lines.append(line)
@@ -43,8 +46,7 @@ def bar_map(logs):
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     rows = {}
-    reports = [report for log in logs for report in bar_map_reports(log)]
-    for report, bar in ((report, bar) for report in reports for bar in report["bars"]):
+    for report, bar in ((report, bar) for log in logs for report in reports(log) for bar in report["bars"]):
         kernel = ".".join(report["kernel"].split(".")[:2])
         runs = bar["runs"]
         row = {
@@ -84,4 +86,20 @@ def dma_map(logs):
             yield f"| {row['kernel']} | {row['memory']} | `{row['call']}` | {' | '.join(times)} |"
 
 
-TABLES = {"bar-map": bar_map, "dma-map": dma_map}
+def alloc_read(logs):
+    """The lines of the table: nanoseconds by row, cold, with a column for each size."""
+    for log in logs:
+        rows, cases = {}, {}
+        for row in (row for report in reports(log) for row in report["rows"]):
+            if row["case"].endswith(" cold"):
+                cases[row["case"]] = row["samples"]
+                rows.setdefault(row["variant"], {})[row["case"]] = f"{round(row['median_s'] * 1e9):,}"
+        yield f"| cold | {' | '.join(case.removesuffix(' cold') for case in cases)} |"
+        yield "|---" * (len(cases) + 1) + "|"
+        for name, times in rows.items():
+            yield f"| {name} | {' | '.join(times.get(case, '-') for case in cases)} |"
+        yield ""
+        yield f"Rounds: {', '.join(map(str, cases.values()))}."
+
+
+TABLES = {"bar-map": bar_map, "dma-map": dma_map, "alloc-read": alloc_read}

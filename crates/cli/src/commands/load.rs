@@ -93,7 +93,7 @@ pub(crate) struct Load {
     tensors: Vec<glob::Pattern>,
 
     /// Print what would be loaded where, and load nothing
-    #[arg(long, conflicts_with_all = ["verify", "manifest", "record", "trace", "report", "repeat"])]
+    #[arg(long, conflicts_with_all = ["verify", "manifest", "record", "trace", "report", "repeat", "cold"])]
     dry_run: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
@@ -155,13 +155,15 @@ impl Load {
             return self.plan(&mut device, &room, &inputs);
         }
         let manifest = model::manifest(self.run.manifest.as_deref())?;
-        let mut all = Vec::new();
+        let (mut all, mut cold) = (Vec::new(), None);
         for _ in 1..self.run.repeat {
+            self.run.drop_cached(inputs.iter().map(|input| &input.source), &mut cold)?;
             all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, false)?);
             // A device may be open once.
             drop(device);
             device = device::open(&self.device, &options)?;
         }
+        self.run.drop_cached(inputs.iter().map(|input| &input.source), &mut cold)?;
         all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, outputs.has("--record"))?);
         let walls: Vec<_> = all.iter().map(|run| run.loaded.report.wall).collect();
         let trace = all.last_mut().and_then(|run| run.recorded.take());
@@ -170,6 +172,7 @@ impl Load {
             command: "load",
             bytes: run.loaded.report.bytes,
             walls,
+            cold,
             stages: report::stages(&run.loaded),
             copied,
             verified: self.verify,

@@ -37,6 +37,7 @@ Examples:
   dmalane read model.bin --heap memfd --pages thp --chunk 16MiB
   dmalane read model.bin --range 1MiB..2MiB --direct
   dmalane read model.bin --repeat 5              the stages of the median run
+  dmalane read model.bin --repeat 5 --cold       the same from the disk, and the average
   dmalane read model.bin --trace read.json --report read.html  what was done when
   dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
   dmalane read model.bin --export fd -- sh -c 'head -c $DMALANE_SIZE /dev/fd/$DMALANE_FD | wc -c'
@@ -134,8 +135,9 @@ impl Read {
         let read = output::named_files(self.files.iter().chain(&files).chain(&self.run.manifest));
         let mut outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
         let manifest = model::manifest(self.run.manifest.as_deref())?;
-        let (mut all, mut buffers) = (Vec::new(), Vec::new());
+        let (mut all, mut buffers, mut cold) = (Vec::new(), Vec::new(), None);
         for _ in 0..self.run.repeat {
+            self.run.drop_cached(&sources, &mut cold)?;
             // Every run gets new memory, without that of the run before.
             buffers.clear();
             let (mut run, filled) = self.once(&*picked.heap, &sources, &manifest, &read, &mut outputs)?;
@@ -155,6 +157,7 @@ impl Read {
             command: "read",
             bytes: run.report.bytes,
             walls,
+            cold,
             stages: run.report.stages.iter().map(|s| MeasuredStage::new(*s, whole)).collect(),
             copied,
             verified: self.verify,

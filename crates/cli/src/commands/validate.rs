@@ -41,6 +41,7 @@ Examples:
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory -v
   dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
+  dmalane validate -j 1 --iodepth 16                   many transfers in flight, one thread
   dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --like v80-smi
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
 
@@ -61,9 +62,13 @@ pub(crate) struct Validate {
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
-    /// Threads, from 1 to 64, each with a buffer per direction
+    /// Threads, from 1 to 64
     #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = within::<u8>(1..=64))]
     threads: u8,
+
+    /// Transfers in flight per thread and direction, from 1 to 64, each with a buffer
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u8>(1..=64))]
+    iodepth: u8,
 
     /// Sizes of buffers, such as 16MiB or 4KiB,64KiB,1MiB
     #[arg(long, value_name = "SIZE", value_delimiter = ',', default_value = "16MiB", value_parser = buffer)]
@@ -287,7 +292,7 @@ impl Validate {
             flat: true,
             // `contents` says what becomes of the data.
             overwrite: true,
-            threads: Some(usize::from(self.threads) * both),
+            threads: Some(usize::from(self.threads) * usize::from(self.iodepth) * both),
             ..OpenOptions::default()
         }
     }
@@ -295,6 +300,7 @@ impl Validate {
     fn settings(&self) -> ValidateSettings {
         ValidateSettings {
             threads: self.threads.into(),
+            iodepth: self.iodepth.into(),
             buffers: self.buffer_size.iter().map(|size| size.bytes()).collect(),
             starting_offset: self.starting_offset.map_or(0, Size::bytes),
             stride: self.offset.map(Size::bytes),
@@ -344,7 +350,8 @@ impl Validate {
 
     fn hint(&self, error: &ValidateError) -> Option<String> {
         use ValidateError as E;
-        let (offset, threads) = (self.starting_offset.map_or(0, Size::bytes), u64::from(self.threads));
+        let offset = self.starting_offset.map_or(0, Size::bytes);
+        let buffers = 2 * u64::from(self.threads) * u64::from(self.iodepth);
         Some(match error {
             E::TooSmall { .. } if self.settings().is_positional() => {
                 let region = match self.channel_allocation {
@@ -352,8 +359,8 @@ impl Validate {
                     Allocation::Auto => "",
                 };
                 format!(
-                    "buffers lie at 2 x {threads} positions: fewer threads (-j), or other values of --buffer-size, \
-                         --offset, --starting-offset{region}"
+                    "buffers lie at {buffers} positions: fewer of them (-j, --iodepth), or other values \
+                         of --buffer-size, --offset, --starting-offset{region}"
                 )
             }
             E::ChannelCount { positions, .. } => {
@@ -361,7 +368,7 @@ impl Validate {
                 format!("thread N reads at position 2N and writes at 2N+1; one direction alone uses the first {half}")
             }
             E::TooSmall { needed, have, memory } => {
-                let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
+                let room = have.saturating_sub(offset) / buffers / 4096 * 4096;
                 // Stripes may need more of one half of the HBM than of the other.
                 let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
                 let grow = self.device.more(&memory.to_lowercase(), bytes);
@@ -371,7 +378,7 @@ impl Validate {
                     0 => "smaller buffers".to_owned(),
                     room => format!("--buffer-size {}", Size::new(room)),
                 };
-                format!("each thread needs two buffers: {smaller}, fewer threads (-j), or {grow}")
+                format!("there are {buffers} buffers: {smaller}, fewer of them (-j, --iodepth), or {grow}")
             }
             E::NoChannel { has: 1, .. } => "without --mm-channel its only channel is used".to_owned(),
             E::NoChannel { .. } => "--mm-channel auto uses all of them".to_owned(),
@@ -382,7 +389,7 @@ impl Validate {
             E::HoldsData(_) => "--overwrite measures it all the same; the data are lost".to_owned(),
             E::Memory(e) if is_lost(e) => return None,
             E::Memory(_) | E::NoMemoryFor { .. } => {
-                "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
+                "a smaller --buffer-size or fewer buffers (-j, --iodepth) need less memory".to_owned()
             }
             _ => return None,
         })

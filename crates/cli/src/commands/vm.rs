@@ -1,5 +1,6 @@
-//! `dmalane vm`: device virtual memory, without a device.
+//! `dmalane vm`: device virtual memory.
 
+mod bench;
 mod report;
 
 use std::path::PathBuf;
@@ -32,7 +33,7 @@ A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-t
 
 Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
 
-/// Bind and unbind in device virtual memory, without a device.
+/// Bind and unbind in device virtual memory.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Vm {
@@ -43,6 +44,7 @@ pub(crate) struct Vm {
 #[derive(Subcommand)]
 enum VmCommand {
     Replay(Replay),
+    Bench(bench::Bench),
 }
 
 /// Replay a trace of binds and unbinds, and print what is mapped at the end.
@@ -71,8 +73,10 @@ struct Replay {
 impl Vm {
     /// Runs the subcommand.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let VmCommand::Replay(replay) = self.command;
-        replay.run()
+        match self.command {
+            VmCommand::Replay(replay) => replay.run(),
+            VmCommand::Bench(bench) => bench.run(),
+        }
     }
 }
 

@@ -758,6 +758,37 @@ fn runs_are_repeated_and_their_median_is_reported() {
 }
 
 #[test]
+fn cold_runs_begin_with_nothing_cached_or_say_what_is() {
+    let folder = folder("cold");
+    let model = folder.join("m.safetensors");
+    // Just written: dirty.
+    crate::sample(&model, 2 << 20, 1);
+    let (model, size) = (model.to_str().unwrap(), std::fs::metadata(&model).unwrap().len());
+    let opened = std::fs::File::open(model).unwrap();
+    for command in ["read", "load"] {
+        let report = json(&[command, model, "--cold", "--repeat", "3", "--json"]);
+        let walls: Vec<f64> = report["runs_s"].as_array().unwrap().iter().map(|wall| wall.as_f64().unwrap()).collect();
+        let average = report["average_s"].as_f64().unwrap();
+        assert!((average - walls.iter().sum::<f64>() / 3.0).abs() < 1e-8, "{report}");
+        match rustix::fs::fstatfs(&opened).unwrap().f_type {
+            0x0102_1994 => println!("SKIPPED: the tests' folder is in memory"),
+            _ => assert_eq!(report["cold_cached_bytes"], 0),
+        }
+        assert_eq!(json(&[command, model, "--json"])["cold_cached_bytes"], Value::Null);
+    }
+    assert!(complains(&["load", model, "--cold", "--dry-run"], 2).contains("cannot be used with"));
+    // Memory is where files of a tmpfs are: nothing can be dropped.
+    let Ok(place) = tempfile::tempdir_in("/dev/shm") else { return println!("SKIPPED: no /dev/shm") };
+    let copy = place.path().join("m").to_str().unwrap().to_owned();
+    std::fs::copy(model, &copy).unwrap();
+    assert_eq!(json(&["read", &copy, "--cold", "--json"])["cold_cached_bytes"], size.next_multiple_of(4096));
+    let output = run(&["read", &copy, "--cold"]);
+    let text = stdout(&output);
+    let line = text.lines().find(|line| line.starts_with("Average of 1 cold run: ")).expect(text);
+    assert!(line.contains(" ns; ") && line.ends_with(" stayed in the page cache"), "{text}");
+}
+
+#[test]
 fn a_part_of_a_model_is_loaded() {
     let folder = folder("part");
     let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();

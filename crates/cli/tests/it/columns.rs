@@ -12,7 +12,7 @@ use rustix::termios::{Winsize, tcsetwinsize};
 /// Commands that print text, in this order, and their exit statuses.
 pub const COMMANDS: &[(&str, i32)] = &[
     ("load --sample 8MiB -v --verify --list", 0),
-    ("load m.safetensors -v --repeat 2 --trace t --report r --record b -d soft", 0),
+    ("load m.safetensors -v --repeat 2 --cold --trace t --report r --record b -d soft", 0),
     ("load m.safetensors -v -d ram:64MiB", 0),
     ("load m.safetensors --dry-run --list", 0),
     ("read m.safetensors -v", 0),
@@ -22,6 +22,7 @@ pub const COMMANDS: &[(&str, i32)] = &[
     ("manifest m.safetensors -o manifest", 0),
     ("verify m.safetensors --manifest manifest", 0),
     ("vm replay b --times", 0),
+    ("vm bench 1MiB 100", 0),
     ("validate -j 1 --placement ddr --buffer-size 64KiB --iterations 1 -v --like v80-smi", 0),
     ("doctor", 0),
     ("devices", 0),

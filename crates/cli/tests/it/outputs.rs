@@ -224,6 +224,7 @@ const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
     ("read", "command", "a program with its words, for --export, which is refused with a device"),
     ("card serve", "vfio_user", "its device is the software card"),
     ("bar-map", "", "its devices are those of VFIO"),
+    ("vm bench", "", "it binds memory of a device, and writes none"),
 ];
 
 /// The arguments that may name a file, by their types, of each command that takes a device; one without a name where

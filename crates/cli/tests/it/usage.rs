@@ -45,7 +45,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m -d ram:1MiB,ddr=1GiB", "ram has no option \"ddr\", which soft and daemon have"),
             ("m -d daemon,workers=each", "daemon has no option \"workers\", which soft has"),
             ("m -d soft,wrokers=each", "did you mean workers?"),
-            ("m -d soft --overwrite", "--overwrite is for file, not for soft"),
+            ("m -d soft --overwrite", "--overwrite is for file and qdma, not for soft"),
             ("m --placement nowhere", "--placement nowhere"),
             ("m --placement -half", "--placement"),
             ("m --mm-channel 9", "the device has no channel 9, it has 2, numbered from 0"),
@@ -108,7 +108,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("--duration 0", "not a number of seconds"),
             ("--iterations 0", "not a whole number of at least 1"),
             ("--iterations 1 --duration 1", "cannot be used with"),
-            ("--overwrite", "--overwrite is for file, not for soft"),
+            ("--overwrite", "--overwrite is for file and qdma, not for soft"),
             ("-d soft,direct", "which file has"),
             ("-d ram:64MiB --placement ddr", "--placement is for a card"),
             ("--pages 3m", "--pages"),
@@ -118,6 +118,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
     ),
     ("doctor", &[("a b", "b")]),
     ("devices", &[("m", "m")]),
+    ("vm bench", &[("4KiB", "whole pages of 16KiB"), ("x", "not a size"), ("1MiB 1", "from 2"), ("-f vax", "vax")]),
     (
         "bar-map",
         &[
@@ -196,6 +197,7 @@ const FAILS: &[&str] = &[
     "vm replay pipe",
     "vm replay list",
     "vm replay /dev/zero",
+    "vm bench 1MiB 2 -d ram:1MiB",
     "verify m --manifest pipe",
     "verify m --manifest list",
     "verify m --manifest object",

@@ -113,6 +113,8 @@ fn every_option_does_what_it_says() {
     let one = once(&["-j", "1", "--iterations", "7"]);
     assert_eq!((&one["settings"]["threads"], &figures(&one)[0]["read"]["buffers"]), (&1.into(), &7.into()));
     assert_eq!(one["settings"]["iterations"], 7);
+    let deep = once(&["-j", "1", "--iodepth", "4", "--iterations", "7"]);
+    assert_eq!((&deep["settings"]["iodepth"], &figures(&deep)[0]["read"]["buffers"]), (&4.into(), &28.into()));
     let timed = once(&["--duration", "0.01"]);
     assert_eq!(timed["settings"]["duration_s"], 0.01);
     assert_eq!(once(&["--raw-transfer-test"])["settings"]["raw"], true);
@@ -334,7 +336,7 @@ fn a_bad_command_line_is_explained() {
         (&["-d", "file:x", "--placement", "hbm"], "--placement is for a card"),
         (&["-d", "file:x", "--raw-transfer-test"], "--raw-transfer-test is for a card"),
         (&["-d", "file:x", "--channel-allocation", "paired"], "--channel-allocation is for a card"),
-        (&["--overwrite"], "--overwrite is for file, not for soft"),
+        (&["--overwrite"], "--overwrite is for file and qdma, not for soft"),
         (&["--report", "-"], "stdout is for the report"),
         (&["-d", "soft,ring=3"], "not a power of two from 2 to 65536"),
         (&["-d", "soft,ring=-1"], "not a power of two from 2 to 65536"),
@@ -354,24 +356,24 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
     let (small, device) = file(100_000);
     let folder = format!("file:{}", env!("CARGO_TARGET_TMPDIR"));
     let missing = format!("file:{}/missing", env!("CARGO_TARGET_TMPDIR"));
-    let hint = "hint: each thread needs two buffers";
+    let hint = "hint: there are 4 buffers";
     for (args, why, way_out) in [
         (
             &["--buffer-size", "4MiB", "--placement", "ddr"][..],
             "DDR has 8 MiB",
-            "--buffer-size 2MiB, fewer threads (-j), or -d soft,ddr=16MiB,hbm=8MiB",
+            "--buffer-size 2MiB, fewer of them (-j, --iodepth), or -d soft,ddr=16MiB,hbm=8MiB",
         ),
         (&["--buffer-size", "4MiB", "--placement", "hbm"], "HBM has 8 MiB", hint),
         (&["--starting-offset", "8MiB", "--placement", "ddr"], "DDR has 8 MiB", "a smaller --starting-offset"),
         // More than a card can have.
         (&["--starting-offset", "1TiB", "--placement", "ddr"], "DDR has 8 MiB", "or a device with more memory"),
-        (&["--offset", "4MiB", "--placement", "ddr"], "DDR has 8 MiB", "buffers lie at 2 x 2 positions"),
+        (&["--offset", "4MiB", "--placement", "ddr"], "DDR has 8 MiB", "buffers lie at 4 positions"),
         (
             &["--channel-allocation", "paired", "--offset", "4MiB"],
             "the region of a channel has 4 MiB",
             "--channel-region-stride",
         ),
-        (&["-d", &device], "has 96 KiB", "--buffer-size 24KiB, fewer threads (-j), or a file of 256KiB"),
+        (&["-d", &device], "has 96 KiB", "--buffer-size 24KiB, fewer of them (-j, --iodepth), or a file of 256KiB"),
         (&["-d", &missing], "No such file", "hint: `truncate -s 1GiB "),
         (&["-d", &folder], "is a directory, which has no addresses", ""),
         (&["-d", "file:/dev/zero"], "/dev/zero is a character device", "hint: name the first address that may"),

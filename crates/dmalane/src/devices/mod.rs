@@ -9,6 +9,7 @@ pub mod daemon;
 pub mod file;
 mod kind;
 mod option;
+pub mod qdma;
 pub mod ram;
 pub mod slash;
 pub mod soft;
@@ -29,6 +30,7 @@ pub const KINDS: &[DeviceKind] = &[
     DeviceKind::of::<vfio::VfioSpec>(),
     DeviceKind::of::<vfio_user::VfioUserSpec>(),
     DeviceKind::of::<file::FileSpec>(),
+    DeviceKind::of::<qdma::QdmaSpec>(),
     DeviceKind::of::<ram::RamSpec>(),
     DeviceKind::of::<vulkan::VulkanSpec>(),
     DeviceKind::of::<cuda::CudaSpec>(),

@@ -34,7 +34,11 @@ fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
     let memory = folder.path().join("memory");
     File::create(&memory).unwrap().set_len(64 * MIB).unwrap();
     // Each test leaves data there.
-    test(&format!("file:{}", memory.display()).parse().unwrap(), &OpenOptions { overwrite: true, ..default.clone() });
+    let overwrite = OpenOptions { overwrite: true, ..default.clone() };
+    test(&format!("file:{}", memory.display()).parse().unwrap(), &overwrite);
+    let node = folder.path().join("qdma01000-MM-0");
+    std::fs::rename(memory, &node).unwrap();
+    test(&format!("qdma:{}", node.display()).parse().unwrap(), &overwrite);
 
     let socket = folder.path().join("daemon");
     let listener = Listener::bind(&socket, 0o600).unwrap();

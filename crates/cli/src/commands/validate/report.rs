@@ -45,6 +45,7 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
     };
     let options = json!({
         "threads": settings.threads,
+        "iodepth": settings.iodepth,
         "starting_offset": settings.starting_offset,
         "offset": settings.stride,
         "channel_region_stride": settings.region_stride,
@@ -127,9 +128,9 @@ pub fn nvbandwidth(outcome: &ValidateOutcome) -> String {
              0{rate:>10.2}\n\nSUM {name} {rate:.2}\n\n"
         );
     }
-    let (threads, device) = (count(settings.threads, "thread"), plain(device));
+    let (threads, depth, device) = (count(settings.threads, "thread"), settings.iodepth, plain(device));
     out + &format!(
-        "NOTE: measured by dmalane on {device}: {threads}, each of which waits for each of its copies;\n\
+        "NOTE: measured by dmalane on {device}: {threads} with {depth} in flight each way (--iodepth);\n\
          NOTE: nvbandwidth queues many on one stream. The best of all memories, page sizes and buffer sizes.\n"
     )
 }
@@ -169,7 +170,11 @@ pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: b
 pub fn how(outcome: &ValidateOutcome) -> String {
     let ValidateOutcome { device, settings, .. } = outcome;
     let raw = if settings.raw { ", raw transfers" } else { "" };
-    format!("{device}: {}{raw}", count(settings.threads, "thread"))
+    let depth = match settings.iodepth {
+        1 => String::new(),
+        n => format!(" with {n} buffers in flight each way"),
+    };
+    format!("{device}: {}{depth}{raw}", count(settings.threads, "thread"))
 }
 
 /// Whether the data were right.

@@ -39,6 +39,21 @@ fn times_json(times: &Times) -> Value {
     })
 }
 
+/// Times as text: a line for each kind of operation.
+pub fn times_text(times: &Times) -> String {
+    let mut out = format!(" first bind: {}ns\n", times.first_bind.took.as_nanos());
+    for (what, each, timed) in [
+        ("other binds", "bind", &times.other_binds),
+        ("unbinds", "unbind", &times.unbinds),
+        ("others", "operation", &times.others),
+    ] {
+        if let Some((ns, rate)) = each_of(timed) {
+            out += &format!(" {what}: {}ns per {each}: {ns:.1}ns {rate:.6}Mop/s\n", timed.took.as_nanos());
+        }
+    }
+    out
+}
+
 /// Nanoseconds for each operation, and million operations in a second; none where there were none.
 fn each_of(timed: &Timed) -> Option<(f64, f64)> {
     let ns = timed.took.as_secs_f64() * 1e9 / timed.operations as f64;
@@ -155,19 +170,7 @@ impl ReplayReport {
                 let (operations, bindings) = (count(operations as usize, "operation"), count(bindings, "binding"));
                 let (runs, mapped) = (count(runs as usize, "run"), size::binary(mapped));
                 writeln!(out, "{operations}, {refused} refused; {bindings}, {runs}, {mapped} mapped")?;
-                let Some(times) = times else { return Ok(()) };
-                writeln!(out, " first bind: {}ns", times.first_bind.took.as_nanos())?;
-                for (what, each, timed) in [
-                    ("other binds", "bind", &times.other_binds),
-                    ("unbinds", "unbind", &times.unbinds),
-                    ("others", "operation", &times.others),
-                ] {
-                    if let Some((ns, rate)) = each_of(timed) {
-                        let all = timed.took.as_nanos();
-                        writeln!(out, " {what}: {all}ns per {each}: {ns:.1}ns {rate:.6}Mop/s")?;
-                    }
-                }
-                Ok(())
+                times.map_or(Ok(()), |times| out.write_all(times_text(times).as_bytes()))
             });
         }
         self.result.and_then(|()| self.out.flush())
