@@ -18,8 +18,8 @@ use crate::error::Error;
 use crate::fill::{Event, Extent, FilledBuf, Job, Watch};
 use crate::read::{Read, ReadFiles, ReadOptions};
 
-/// Files read by one job: each takes a few descriptors while it is read.
-pub(super) const FILES_AT_ONCE: usize = 32;
+/// Files read by one job: what it knows of each takes memory.
+pub(super) const FILES_AT_ONCE: usize = 1024;
 
 /// The files of a model, and what all reads of it share.
 pub(super) struct Reader {

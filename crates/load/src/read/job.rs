@@ -39,7 +39,8 @@ pub(super) fn read(
     let writable = capabilities.shareable;
     // As `Reserved::is_better_copied_to` says when there is a reservation.
     let copied_to = writable && capabilities.best_pages == PageKind::Base;
-    let plans = sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options, copied_to));
+    let plans =
+        sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options, copied_to, sources.len() == 1));
     let plans = plans.collect::<Result<Vec<Plan>, Error>>()?;
     let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
     let mut workers = Vec::new();

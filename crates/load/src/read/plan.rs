@@ -4,7 +4,7 @@ use crate::fill::Job;
 use std::fs::FileType;
 use std::os::unix::fs::FileTypeExt;
 
-use dmalane_file::{FileOptions, Io, Mode, Residency, residency};
+use dmalane_file::{Fallback, FileOptions, Io, Mode, Residency, residency};
 
 use super::options::ReadOptions;
 use crate::choose::{Choice, workers};
@@ -31,13 +31,15 @@ pub(super) struct Plan {
     pub end: u64,
 }
 
-/// Plans for a source of a job. `copied_to` says that direct reads land elsewhere and are copied to the buffers.
+/// Plans for a source of a job, which may be its only one. `copied_to` says that direct reads land elsewhere and are
+/// copied to the buffers.
 pub(super) fn plan(
     source: &OpenFile,
     index: usize,
     job: &Job,
     options: &ReadOptions,
     copied_to: bool,
+    alone: bool,
 ) -> Result<Plan, Error> {
     let kind = source.handle.metadata().map_err(|e| source.error("open it", e))?.file_type();
     let extents = job.extents.iter().filter(|e| e.source == index && e.len > 0);
@@ -59,6 +61,7 @@ pub(super) fn plan(
         return Err(Error::PastEnd { path: source.path.clone(), end, size });
     }
     let Choice { mode, fallback, mut cached } = Choice::new(&*source.file()?, options.mode, first..end, bytes);
+    let few = matches!(fallback, Some(Fallback::Few(_)));
     let mut reason = match (options.mode, fallback, cached) {
         (Mode::Direct, ..) => "direct I/O was asked for".to_owned(),
         (Mode::Buffered, ..) => "buffered I/O was asked for".to_owned(),
@@ -70,12 +73,13 @@ pub(super) fn plan(
         // Cached pages are copied to memfds.
         cached = residency(&*source.file()?, first, end - first).ok();
     }
-    let short = bytes <= SHORT;
+    // Of several files that are not cached, as many are read at a time as make it faster.
+    let short = bytes <= SHORT && (alone || cached.is_some_and(|cached| cached.cached >= bytes));
     if short {
         reason += "; fast path";
     }
     let buffered = mode == Mode::Buffered;
-    let io = if short || buffered { Io::Pread } else { Io::Auto };
+    let io = if short || buffered && !few { Io::Pread } else { Io::Auto };
     let depth = if io == Io::Pread { 1 } else { most };
     // The cached bytes of the span, of which the job may want less.
     let copied = if buffered || copied_to { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
