@@ -1,5 +1,6 @@
 //! Runs of `load` and `read`: their times, stages and outputs, as both tell them.
 
+use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -100,14 +101,14 @@ impl RunOptions {
         }
         let mut cached = 0u64;
         for file in files {
-            let of = |open: &OpenFile| -> io::Result<u64> {
+            let of = |open: &File| -> io::Result<u64> {
                 // Pages that are dirty are not dropped.
-                open.file.sync_data()?;
-                rustix::fs::fadvise(&open.file, 0, None, Advice::DontNeed)?;
-                Ok(residency(&open.file, 0, open.file.metadata()?.len())?.cached)
+                open.sync_data()?;
+                rustix::fs::fadvise(open, 0, None, Advice::DontNeed)?;
+                Ok(residency(open, 0, open.metadata()?.len())?.cached)
             };
             let failed = |e| Failure::because(format!("cannot drop {} from the page cache", file.path.display()), &e);
-            cached = cached.saturating_add(of(file).map_err(failed)?);
+            cached = cached.saturating_add(of(&*file.file()?).map_err(failed)?);
         }
         let before = cold.map_or(0, |cold| cold.cached);
         *cold = Some(Cold { cached: before.max(cached) });

@@ -1,13 +1,14 @@
 //! Open models: the tensors of one or more files, read all at once, one by one, in slices, or as a stream.
 
 use std::collections::HashSet;
+use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use dmalane::addr::FileOffset;
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job};
-use dmalane::load::{Next, Part, Reads, TensorStream, model_heap};
+use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
 use dmalane::{HostModel, ModelOptions, OpenFile, Read, ReadFiles, ReadOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -65,7 +66,7 @@ impl Files {
     #[staticmethod]
     fn opened(py: Python<'_>, path: PathBuf, name: &str) -> PyResult<Self> {
         let opened = interrupt::quietly(py, || -> Result<_, Failure> {
-            let file = File::open(&path).map_err(|source| Error::File { path, what: "open it", source })?;
+            let file = File::open(&path).map_err(|source| LoadError::File { path, what: "open it", source })?;
             let file = OpenFile::new(name, file);
             Ok(HostModel::of_files([file], ModelOptions { refuse_raw: true, ..ModelOptions::default() })?)
         })?;

@@ -62,7 +62,10 @@ impl ModelFile {
     pub(super) fn hole(&self) -> u64 {
         // With as many blocks as it has bytes, it has no hole worth a name.
         let sparse = self.handle.metadata().is_ok_and(|meta| meta.is_file() && meta.blocks() * 512 < meta.len());
-        let Ok(file) = sparse.then(|| self.open()?.file()).unwrap_or(Err(Error::Closed)) else { return 0 };
+        if !sparse {
+            return 0;
+        }
+        let Ok(file) = self.open().and_then(|opened| opened.file()) else { return 0 };
         let tensors = self.contents.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
         // The position may be someone else's too.
         let position = rustix::fs::tell(&file);

@@ -1,5 +1,6 @@
 //! How the files of a model were read.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use crate::fill::FillReport;
@@ -12,6 +13,7 @@ pub struct Reads {
     pub fill: Option<FillReport>,
     /// Each file and how it was read, in the order of the first read.
     pub files: Vec<(PathBuf, ReadMethod)>,
+    places: HashMap<PathBuf, usize>,
 }
 
 impl Reads {
@@ -37,7 +39,8 @@ impl Reads {
             }
         }
         for (path, method) in files {
-            match self.files.iter_mut().find(|(known, _)| *known == path) {
+            let place = *self.places.entry(path.clone()).or_insert(self.files.len());
+            match self.files.get_mut(place) {
                 None => self.files.push((path, method)),
                 Some((_, before)) => {
                     before.moved.direct += method.moved.direct;

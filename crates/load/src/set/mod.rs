@@ -101,7 +101,7 @@ impl ModelSet {
             let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
             // Of a link, its end counts.
             let is_dir =
-                entry.file_type().map_or(false, |kind| kind.is_dir() || kind.is_symlink() && entry.path().is_dir());
+                entry.file_type().is_ok_and(|kind| kind.is_dir() || kind.is_symlink() && entry.path().is_dir());
             if !hidden && !is_dir {
                 names.insert(entry.path());
             }
