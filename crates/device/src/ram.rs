@@ -35,7 +35,7 @@ impl RamDevice {
     /// [`Error`] when the system does not have them, or for 0.
     pub fn new(bytes: u64) -> Result<Self, Error> {
         let len = PageSize::SIZE_4K.round_up(bytes).unwrap_or(u64::MAX);
-        let buf = SharedBuf::sparse("dmalane-ram", usize::try_from(len).unwrap_or(usize::MAX))?;
+        let buf = SharedBuf::sparse_private(usize::try_from(len).unwrap_or(usize::MAX))?;
         let span = Span::new(CardAddr::new(0), len).ok_or(Error::BadLength(0))?;
         let present = (0..buf.len().div_ceil(BLOCK)).map(|_| AtomicBool::new(false)).collect();
         let ram = Arc::new(Ram { present, buf });

@@ -90,6 +90,17 @@ impl SharedBuf {
         Ok(Self::outside_heaps(region))
     }
 
+    /// Memory as that of [`SharedBuf::sparse`] that no other process can map: in huge pages where the kernel has them.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn sparse_private(len: usize) -> Result<Self, Error> {
+        let page = crate::sys::page();
+        let size = len.checked_next_multiple_of(page).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let failed = |source| Error::Allocate { len, kind: "sparse memory", source };
+        Ok(Self::outside_heaps(Region::sparse(size).map_err(failed)?))
+    }
+
     /// Memory as that of [`SharedBuf::sparse`] for some ranges of one memfd: one buffer for each range, and the sealed
     /// memfd that contains them at these offsets, for other processes to map. Only the ranges take address space here.
     /// The buffers have no descriptor of their own ([`SharedBuf::export`]).
@@ -351,7 +362,14 @@ mod tests {
 
     #[test]
     fn sparse_memory_is_larger_than_the_machine() {
-        let buf = SharedBuf::sparse("test", 64 << 40).unwrap();
+        for sparse in [|len| SharedBuf::sparse("test", len), SharedBuf::sparse_private] {
+            far_bytes(&sparse(64 << 40).unwrap());
+            assert!(matches!(sparse(0), Err(Error::BadLength(0))));
+            assert!(matches!(sparse(usize::MAX), Err(Error::BadLength(_))));
+        }
+    }
+
+    fn far_bytes(buf: &SharedBuf) {
         let far = (63 << 40) + 5;
         buf.populate(far, 10).unwrap();
         buf.as_volatile_slice().sub(far, 10).unwrap().write(b"far offset");
@@ -361,7 +379,5 @@ mod tests {
         for (offset, len) in [(64 << 40, 1), (usize::MAX, 2), (1, usize::MAX)] {
             assert_eq!(buf.populate(offset, len).unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
         }
-        assert!(matches!(SharedBuf::sparse("test", 0), Err(Error::BadLength(0))));
-        assert!(matches!(SharedBuf::sparse("test", usize::MAX), Err(Error::BadLength(_))));
     }
 }

@@ -125,6 +125,15 @@ impl Region {
     /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
     /// kernel for hugetlb).
     pub(crate) fn anonymous(len: NonZeroUsize, pages: PageKind) -> io::Result<Self> {
+        Self::anonymous_with(len, pages, MapFlags::empty())
+    }
+
+    /// The same in transparent huge pages, of which the kernel promises none.
+    pub(crate) fn sparse(len: NonZeroUsize) -> io::Result<Self> {
+        Self::anonymous_with(len, PageKind::Transparent, MapFlags::NORESERVE)
+    }
+
+    fn anonymous_with(len: NonZeroUsize, pages: PageKind, more: MapFlags) -> io::Result<Self> {
         let len = len.get();
         let flags = match pages {
             PageKind::Hugetlb1G => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_1GB,
@@ -135,7 +144,8 @@ impl Region {
         let slack = if pages == PageKind::Transparent { HUGE } else { 0 };
         let total = len.checked_add(slack).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base = unsafe { mm::mmap_anonymous(ptr::null_mut(), total, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
+        let base =
+            unsafe { mm::mmap_anonymous(ptr::null_mut(), total, ProtFlags::READ | ProtFlags::WRITE, flags | more) }?;
         let base = base.cast::<u8>();
         let head = if slack == 0 { 0 } else { base.addr().next_multiple_of(HUGE) - base.addr() };
         let start = base.wrapping_add(head);

@@ -3,5 +3,6 @@
 mod as_device;
 mod conformance;
 mod device;
+mod many;
 mod reads;
 mod stream;
