@@ -65,7 +65,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Writes a model of so many files of a tensor each, and returns the sums of the hashes of the files and of the tensors.
+/// Writes a model of files of a tensor each, and returns the sums of the hashes of the files and of the tensors.
 fn write(folder: &Path, files: usize, size: usize) -> Result<(u64, u64)> {
     let (mut random, mut sum) = (Mt19937::new(1), (0u64, 0u64));
     for i in 1..=files {

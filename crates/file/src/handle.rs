@@ -15,8 +15,8 @@ use rustix::process::{Resource, getrlimit};
 /// An open file. A regular file that was opened by its name is closed when too many others were opened since, and
 /// opened again when it is needed, if it still is the file that it was: 100 000 files need no 100 000 descriptors.
 ///
-/// At most a quarter as many as the soft limit (`RLIMIT_NOFILE`) allowed when the first one was opened, from 16 to 4096,
-/// are open at a time, beside those with reads in flight. Each may have a second descriptor, for direct I/O.
+/// At a time, at most a quarter as many are open as the soft limit (`RLIMIT_NOFILE`) allowed when the first one was
+/// opened, from 16 to 4096, beside those with reads in flight. Each may have a second descriptor, for direct I/O.
 #[derive(Clone)]
 pub struct FileHandle(Arc<Shared>);
 

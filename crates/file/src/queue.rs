@@ -429,8 +429,14 @@ impl Queue for FileQueue {
         loop {
             let ended = self.poll(done);
             let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
-            if ended > 0 || self.in_flight() == 0 || left.is_zero() || self.reads.lock().any_ended() {
+            if ended > 0 || self.in_flight() == 0 || left.is_zero() {
                 return ended;
+            }
+            let has_ended = self.reads.lock().has_ended(self.number);
+            match has_ended {
+                Some(true) => continue,
+                Some(false) => return 0,
+                None => {}
             }
             // Sleep only when the kernel has all that it can be given.
             let fed = self.again.is_empty() && self.ops.iter().all(|op| op.rest().is_none());

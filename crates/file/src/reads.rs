@@ -127,10 +127,11 @@ impl Reads {
         self.refused.clone().filter(|_| via == Via::Ring).map_or(Ok(()), Err)
     }
 
-    /// True when anything has ended, for whatever queue.
-    pub fn any_ended(&mut self) -> bool {
+    /// Whether anything has ended that was not reaped, and if so, whether for this queue.
+    pub fn has_ended(&mut self, queue: u64) -> Option<bool> {
         self.collect();
-        self.ended.values().any(|ended| !ended.is_empty())
+        let own = self.ended.get(&queue).is_some_and(|ended| !ended.is_empty());
+        (own || self.ended.values().any(|ended| !ended.is_empty())).then_some(own)
     }
 
     /// The next read of a queue that has ended.

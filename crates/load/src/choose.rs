@@ -14,7 +14,7 @@ const MOSTLY: f64 = 7.0 / 8.0;
 /// Below this, starting a thread costs more than it saves.
 const WORKERS_FROM: u64 = 32 << 20;
 /// More workers than this do not help: they share the memory.
-pub(crate) const WORKERS: usize = 4;
+const WORKERS: usize = 4;
 
 /// How a part of a file is read.
 pub(crate) struct Choice {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dmalane_file::{FileOptions, FileQueue, Mode, SharedReads};
 
-use crate::choose::{Choice, WORKERS, workers};
+use crate::choose::{Choice, workers};
 use crate::container::{Model, Tensor};
 use crate::error::Error;
 use crate::open_file::OpenFile;
@@ -50,8 +50,17 @@ pub fn open_file(path: impl AsRef<Path>, options: FileOptions) -> Result<Input<F
 /// # Errors
 /// As of [`open_file`].
 pub fn open_inputs(files: Vec<OpenFile>, options: FileOptions) -> Result<Vec<Input<FileQueue>>, Error> {
-    let reads: Vec<_> = (0..WORKERS).map(|_| SharedReads::default()).collect();
-    in_parallel(files, |file| file.into_input_sharing(options, &reads))
+    let choose = |file: OpenFile| {
+        let len = if options.mode == Mode::Auto { file.known_size()? } else { 0 };
+        let choice = Choice::new(&*file.file()?, options.mode, 0..len, len);
+        Ok::<_, Error>((file, choice))
+    };
+    let chosen = in_parallel(files, choose)?;
+    // Several where the processor copies out of the page cache, and hashes.
+    let cached = chosen.iter().filter_map(|(_, choice)| Some(choice.cached?.cached));
+    let workers = workers(cached.fold(0, u64::saturating_add));
+    let reads: Vec<_> = (0..workers).map(|_| SharedReads::default()).collect();
+    in_parallel(chosen, |(file, choice)| file.with_queues(options, choice, &reads))
 }
 
 impl OpenFile {
@@ -66,28 +75,25 @@ impl OpenFile {
     /// # Errors
     /// [`Error::Open`], [`Error::File`].
     pub fn into_input(self, options: FileOptions) -> Result<Input<FileQueue>, Error> {
-        self.into_input_sharing(options, &[])
+        Ok(open_inputs(vec![self], options)?.pop().expect("one for each file"))
     }
 
-    /// The same, each queue with the reads of its worker.
-    fn into_input_sharing(self, mut options: FileOptions, reads: &[SharedReads]) -> Result<Input<FileQueue>, Error> {
-        let asked = options.mode;
-        let len = if asked == Mode::Auto { self.known_size()? } else { 0 };
-        let Choice { mode, fallback, cached } = Choice::new(&*self.file()?, asked, 0..len, len);
-        options.mode = mode;
-        let open = |worker: usize| {
-            let queue = FileQueue::of_handle(self.handle.clone(), options)?;
-            let queue = if asked == Mode::Auto { queue.from_cache_where_cached() } else { queue };
-            Ok(match reads.get(worker) {
-                Some(reads) => queue.sharing(reads),
-                None => queue,
-            })
+    /// A queue for each worker, with its reads.
+    fn with_queues(
+        self,
+        options: FileOptions,
+        Choice { mode, fallback, .. }: Choice,
+        reads: &[SharedReads],
+    ) -> Result<Input<FileQueue>, Error> {
+        let open = |reads| {
+            let queue = FileQueue::of_handle(self.handle.clone(), FileOptions { mode, ..options })?.sharing(reads);
+            Ok::<_, Error>(if options.mode == Mode::Auto { queue.from_cache_where_cached() } else { queue })
         };
-        let first: FileQueue = open(0)?;
+        let mut queues = reads.iter().map(open).collect::<Result<Vec<_>, _>>()?.into_iter();
+        let first = queues.next().expect("a worker");
         // Without direct I/O, its reason is the one that counts.
         let told = mode == Mode::Buffered || first.how().direct;
         let queue = fallback.into_iter().filter(|_| told).fold(first, FileQueue::because);
-        let more = (1..workers(cached.map_or(0, |cached| cached.cached))).map(open).collect::<Result<_, Error>>()?;
-        Ok(Input { source: self, queue, more })
+        Ok(Input { source: self, queue, more: queues.collect() })
     }
 }

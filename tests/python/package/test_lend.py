@@ -369,10 +369,14 @@ def test_others_run_while_a_report_looks_into_files(tmp_path):
     path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [4], b"1234")})
     done = run(
         """
-        import fcntl, os, signal, sys, threading, time
+        import fcntl, os, resource, signal, sys, threading, time
+
+        # Files are closed where many are open, by this limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         import dmalane
 
         f = dmalane.safe_open(sys.argv[1])
+        others = [dmalane.safe_open(sys.argv[2]) for _ in range(16)]
         signal.signal(signal.SIGIO, signal.SIG_IGN)
         lease = os.open(sys.argv[1], os.O_RDWR)
         fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -384,5 +388,6 @@ def test_others_run_while_a_report_looks_into_files(tmp_path):
         assert 0.1 < time.monotonic() - began < 30
         """,
         path,
+        write_model(tmp_path / "other.safetensors", {"b": ("U8", [4], b"1234")}),
     )
     assert done.returncode == 0, done.stderr

@@ -212,7 +212,7 @@ class Device:
                 getattr(self.library, call)(number)
             except Failed as e:
                 # The load is gone although a device that is lost cannot be told.
-                if call != "load_destroy" or e.number != errno.EIO:
+                if call != "load_destroy" or e.number != errno.ENODEV:
                     failed.append(str(e))
         self.undo = []
         if failed:

@@ -12,6 +12,7 @@ use super::method::{ReadFiles, ReadMethod};
 use super::options::ReadOptions;
 use super::plan::{Plan, plan};
 use super::source::Source;
+use crate::choose::workers;
 use crate::device::OpenDevice;
 use crate::engine::describe;
 use crate::error::Error;
@@ -42,7 +43,8 @@ pub(super) fn read(
     let plans =
         sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options, copied_to, sources.len() == 1));
     let plans = plans.collect::<Result<Vec<Plan>, Error>>()?;
-    let count = options.threads.unwrap_or_else(|| plans.iter().map(|plan| plan.workers).max().unwrap_or(1));
+    let copied = plans.iter().fold(0u64, |sum, plan| sum.saturating_add(plan.copied));
+    let count = options.threads.unwrap_or(workers(copied));
     let mut workers = Vec::new();
     for _ in 0..count.clamp(1, 64) {
         let reads = SharedReads::default();

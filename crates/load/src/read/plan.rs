@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use dmalane_file::{Fallback, FileOptions, Io, Mode, Residency, residency};
 
 use super::options::ReadOptions;
-use crate::choose::{Choice, workers};
+use crate::choose::Choice;
 use crate::error::Error;
 use crate::open_file::OpenFile;
 
@@ -20,7 +20,8 @@ pub(super) struct Plan {
     pub options: FileOptions,
     /// Pipes and sockets have no offsets.
     pub stream: bool,
-    pub workers: usize,
+    /// Bytes that a processor copies.
+    pub copied: u64,
     pub reason: String,
     pub cached: Option<Residency>,
     /// Bytes of the file now, where it has a size.
@@ -54,7 +55,7 @@ pub(super) fn plan(
     if is_stream(&kind) {
         let reason = "a pipe, socket or character device: plain reads in order".to_owned();
         let options = of_queue(Mode::Buffered, Io::Pread, most);
-        return Ok(Plan { options, stream: true, workers: 1, reason, cached: None, size: None, first, end });
+        return Ok(Plan { options, stream: true, copied: 0, reason, cached: None, size: None, first, end });
     }
     let size = source.size()?;
     if end > size && kind.is_file() {
@@ -83,9 +84,8 @@ pub(super) fn plan(
     let depth = if io == Io::Pread { 1 } else { most };
     // The cached bytes of the span, of which the job may want less.
     let copied = if buffered || copied_to { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
-    let workers = if short { 1 } else { workers(copied) };
     let size = kind.is_file().then_some(size);
-    Ok(Plan { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, first, end })
+    Ok(Plan { options: of_queue(mode, io, depth), stream: false, copied, reason, cached, size, first, end })
 }
 
 /// True for pipes, sockets and character devices, which have no offsets.
