@@ -75,14 +75,7 @@ fn cannot_read(path: &Path, error: &Error) -> Failure {
     Failure::because(format!("cannot read {}", path.display()), error)
 }
 
-/// Opens a file, or `-`, and adds what had to be copied first.
-pub fn open(path: &Path, all: &mut Copied) -> Result<OpenFile, Failure> {
-    let (file, copied) = open_one(path)?;
-    all.add(copied);
-    Ok(file)
-}
-
-/// The same of many files.
+/// Opens files, or `-`, and adds what had to be copied first.
 pub fn open_all(paths: &[&Path], all: &mut Copied) -> Result<Vec<OpenFile>, Failure> {
     let opened = in_parallel(paths.to_vec(), open_one)?;
     opened.iter().for_each(|(_, copied)| all.add(*copied));

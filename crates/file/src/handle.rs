@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rustix::fs::{Mode as Permissions, OFlags};
@@ -22,9 +23,25 @@ pub struct FileHandle(Arc<Shared>);
 
 struct Shared {
     path: PathBuf,
-    /// What the file was when it was opened, if its name may open it again.
-    named: Option<Identity>,
+    /// What the file was when it was opened, if it is a regular one.
+    was: Option<Identity>,
+    /// Its name may open it again.
+    named: bool,
     open: Mutex<Option<Opened>>,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Shared {
+    fn close(&self) {
+        if locked(&self.open).take().is_some() && self.named {
+            COUNT.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Descriptors through the page cache and past it.
@@ -45,6 +62,8 @@ impl Identity {
 
 /// Files that may be closed, the one that was opened first in front.
 static OPEN: Mutex<VecDeque<Weak<Shared>>> = Mutex::new(VecDeque::new());
+/// How many of them are open.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 fn most() -> usize {
     static MOST: OnceLock<usize> = OnceLock::new();
@@ -58,7 +77,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl FileHandle {
     /// A file that stays open, and its name in messages.
     pub fn new(file: File, path: impl Into<PathBuf>) -> Self {
-        Self::of(file, path.into(), None)
+        let was = file.metadata().ok().filter(Metadata::is_file).map(|meta| Identity::of(&meta));
+        Self::of(file, path.into(), was, false)
     }
 
     /// A file that was opened by this name just now.
@@ -67,7 +87,7 @@ impl FileHandle {
     /// The kernel's, when it does not tell what the file is.
     pub fn named(file: File, path: impl Into<PathBuf>) -> io::Result<Self> {
         let meta = file.metadata()?;
-        let handle = Self::of(file, path.into(), meta.is_file().then(|| Identity::of(&meta)));
+        let handle = Self::of(file, path.into(), meta.is_file().then(|| Identity::of(&meta)), meta.is_file());
         handle.register();
         Ok(handle)
     }
@@ -78,12 +98,12 @@ impl FileHandle {
     /// The kernel's.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
         let path = path.as_ref();
-        Self::named(File::open(path)?, path)
+        Self::named(again_with_room(|| File::open(path))?, path)
     }
 
-    fn of(file: File, path: PathBuf, named: Option<Identity>) -> Self {
+    fn of(file: File, path: PathBuf, was: Option<Identity>, named: bool) -> Self {
         let open = Mutex::new(Some(Opened { file: Arc::new(file), direct: None }));
-        Self(Arc::new(Shared { path, named, open }))
+        Self(Arc::new(Shared { path, was, named, open }))
     }
 
     /// Its name.
@@ -93,7 +113,7 @@ impl FileHandle {
 
     /// True if it was opened by its name, and may be opened so again.
     pub fn is_named(&self) -> bool {
-        self.0.named.is_some()
+        self.0.named
     }
 
     /// The file, opened again if it was closed.
@@ -107,7 +127,7 @@ impl FileHandle {
         }
         // Before it is opened, too: a pipe that took its place would wait for a writer.
         self.same(&std::fs::metadata(self.path())?)?;
-        let file = Arc::new(File::open(self.path())?);
+        let file = Arc::new(again_with_room(|| File::open(self.path()))?);
         self.same(&file.metadata()?)?;
         *open = Some(Opened { file: file.clone(), direct: None });
         drop(open);
@@ -122,7 +142,8 @@ impl FileHandle {
         if let Some(direct) = open.as_ref().and_then(|opened| opened.direct.clone()) {
             return Ok(direct);
         }
-        let direct = Arc::new(open_again(&file, self.path(), OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT)?);
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
+        let direct = Arc::new(open_again(&file, self.path(), flags)?);
         if let Some(opened) = &mut *open {
             opened.direct = Some(direct.clone());
         }
@@ -138,32 +159,59 @@ impl FileHandle {
         file.map_or_else(|| std::fs::metadata(self.path()), |file| file.metadata())
     }
 
-    /// Whether its name still opens the file that it was, unchanged, by what the kernel says of it.
+    /// Whether it is the file that it was, unchanged, by what the kernel says of it: of its name, where it has one.
     ///
     /// # Errors
     /// The kernel's; `ESTALE` if not.
     pub fn check(&self) -> io::Result<()> {
-        if self.is_named() { self.same(&std::fs::metadata(self.path())?) } else { Ok(()) }
+        self.same(&if self.is_named() { std::fs::metadata(self.path())? } else { self.metadata()? })
     }
 
     fn same(&self, meta: &Metadata) -> io::Result<()> {
-        let same = self.0.named.is_none_or(|was| Identity::of(meta) == was);
+        let same = self.0.was.is_none_or(|was| Identity::of(meta) == was);
         same.then_some(()).ok_or_else(|| Errno::STALE.into())
     }
 
-    /// Closes those that were opened first, if there are too many with this one.
+    /// Bytes in it when it was opened, if it is a regular file.
+    pub fn len_when_opened(&self) -> Option<u64> {
+        self.0.was.map(|Identity(_, _, len, ..)| len)
+    }
+
+    /// Counts it, and closes those that were opened first while there are too many.
     fn register(&self) {
         if !self.is_named() {
             return;
         }
+        COUNT.fetch_add(1, Ordering::Relaxed);
         let mut open = locked(&OPEN);
-        open.push_back(Arc::downgrade(&self.0));
-        let too_many = open.len().saturating_sub(most());
-        let closed: Vec<_> = open.drain(..too_many).collect();
-        drop(open);
-        for shared in closed.iter().filter_map(Weak::upgrade) {
-            *locked(&shared.open) = None;
+        if open.len() > 2 * most() {
+            open.retain(|shared| shared.strong_count() > 0);
         }
+        open.push_back(Arc::downgrade(&self.0));
+        drop(open);
+        close_down_to(most());
+    }
+}
+
+/// Closes files, the one that was opened first before others, until this number is open.
+fn close_down_to(most: usize) {
+    while COUNT.load(Ordering::Relaxed) > most {
+        // Dropped without the lock, as are files whose last handle this is.
+        let Some(first) = locked(&OPEN).pop_front() else { return };
+        if let Some(shared) = first.upgrade() {
+            shared.close();
+        }
+    }
+}
+
+/// Opens something, and once more with half of the files closed where there are no descriptors left.
+fn again_with_room<T>(open: impl Fn() -> io::Result<T>) -> io::Result<T> {
+    match open() {
+        Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::MFILE | Errno::NFILE)) => {
+            close_down_to(COUNT.load(Ordering::Relaxed) / 2);
+            open()
+        }
+        other => other,
     }
 }
 

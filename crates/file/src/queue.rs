@@ -37,8 +37,9 @@ pub struct Moved {
 /// kernel has not let go of after 10 seconds (threads: 2) is never freed, and counted by
 /// [`quarantined_bytes`](crate::quarantined_bytes).
 ///
-/// Costs two file descriptors, and from the first operation on a third, and some 60 us, for the ring, unless it
-/// [shares](FileQueue::sharing) one.
+/// While operations are in flight it has two file descriptors, and from the first one on a third, and some 60 us, for the
+/// ring, unless it [shares](FileQueue::sharing) one. A file that was opened by name may be closed in between
+/// ([`FileHandle`]).
 pub struct FileQueue {
     source: Source,
     /// Its descriptors, while operations are in flight.
@@ -131,7 +132,8 @@ impl FileQueue {
     /// Reads through the ring that these queues share, or their threads. For a queue that has read nothing yet.
     #[must_use]
     pub fn sharing(mut self, reads: &SharedReads) -> Self {
-        if self.via.is_none() {
+        let has_ring = self.via.is_none() || reads.lock().need_ring(self.options.depth).is_ok();
+        if self.state.accepted() == 0 && has_ring {
             self.reads.lock().forget(self.number);
             (self.number, self.reads) = (reads.lock().number(), reads.clone());
         }
@@ -432,20 +434,23 @@ impl Queue for FileQueue {
             if ended > 0 || self.in_flight() == 0 || left.is_zero() {
                 return ended;
             }
-            let has_ended = self.reads.lock().has_ended(self.number);
-            match has_ended {
-                Some(true) => continue,
-                Some(false) => return 0,
-                None => {}
-            }
             // Sleep only when the kernel has all that it can be given.
             let fed = self.again.is_empty() && self.ops.iter().all(|op| op.rest().is_none());
-            match self.via {
-                Some(via) if fed || !self.reads.lock().has_room(via, self.options.depth) => self.enter(Some(left)),
-                // Requests that a dead ring knows of still complete, without being asked.
-                None if self.out > 0 => std::thread::sleep(left.min(Duration::from_millis(1))),
-                _ => {}
-            }
+            let mut reads = self.reads.lock();
+            let entered = match (reads.has_ended(self.number), self.via) {
+                (Some(true), _) => Ok(()),
+                (Some(false), _) => return 0,
+                (None, Some(via)) if fed || !reads.has_room(via, self.options.depth) => reads.enter(via, Some(left)),
+                (None, Some(_)) => Ok(()),
+                (None, None) => {
+                    drop(reads);
+                    // Requests that a dead ring knows of still complete, without being asked.
+                    std::thread::sleep(if self.out > 0 { left.min(Duration::from_millis(1)) } else { Duration::ZERO });
+                    continue;
+                }
+            };
+            drop(reads);
+            entered.unwrap_or_else(|reason| self.give_up(reason));
         }
     }
 }

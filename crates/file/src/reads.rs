@@ -34,6 +34,8 @@ pub(crate) struct Reads {
     next: u64,
     /// What has ended, for each queue that there is.
     ended: HashMap<u64, VecDeque<(Request, i32)>>,
+    /// How many these are.
+    unreaped: usize,
 }
 
 impl SharedReads {
@@ -60,7 +62,9 @@ impl Reads {
 
     /// A queue is gone; what is read for it ends by itself.
     pub fn forget(&mut self, queue: u64) {
-        self.ended.remove(&queue);
+        // Slots of the ring that its reads have are free again.
+        self.collect();
+        self.unreaped -= self.ended.remove(&queue).map_or(0, |ended| ended.len());
     }
 
     /// Makes the ring, if there is none, for this number of reads.
@@ -88,7 +92,10 @@ impl Reads {
     }
 
     /// True where a further read can be begun.
-    pub fn has_room(&self, via: Via, depth: usize) -> bool {
+    pub fn has_room(&mut self, via: Via, depth: usize) -> bool {
+        if self.ring.as_ref().is_some_and(Ring::is_full) {
+            self.collect();
+        }
         match via {
             Via::Ring => self.ring.as_ref().is_some_and(|ring| !ring.is_dead() && !ring.is_full()),
             Via::Threads => self.workers.as_ref().is_some_and(|workers| workers.busy() < depth),
@@ -118,7 +125,7 @@ impl Reads {
                 if let Err(error) = ring.enter(wait) {
                     self.refused = Some(Fallback::RingFailed(errno(&error)));
                     while let Some(read) = ring.take_back() {
-                        end(&mut self.ended, read, -libc::ECANCELED);
+                        end(&mut self.ended, &mut self.unreaped, read, -libc::ECANCELED);
                     }
                 }
             }
@@ -131,7 +138,7 @@ impl Reads {
     pub fn has_ended(&mut self, queue: u64) -> Option<bool> {
         self.collect();
         let own = self.ended.get(&queue).is_some_and(|ended| !ended.is_empty());
-        (own || self.ended.values().any(|ended| !ended.is_empty())).then_some(own)
+        (self.unreaped > 0).then_some(own)
     }
 
     /// The next read of a queue that has ended.
@@ -139,15 +146,17 @@ impl Reads {
         if self.ended.get(&queue).is_none_or(VecDeque::is_empty) {
             self.collect();
         }
-        self.ended.get_mut(&queue)?.pop_front()
+        let ended = self.ended.get_mut(&queue)?.pop_front()?;
+        self.unreaped -= 1;
+        Some(ended)
     }
 
     fn collect(&mut self) {
         while let Some((read, result)) = self.ring.as_mut().and_then(Ring::reap) {
-            end(&mut self.ended, read, result);
+            end(&mut self.ended, &mut self.unreaped, read, result);
         }
         while let Some((read, result)) = self.workers.as_ref().and_then(Workers::reap) {
-            end(&mut self.ended, read, result);
+            end(&mut self.ended, &mut self.unreaped, read, result);
         }
     }
 
@@ -157,8 +166,9 @@ impl Reads {
     }
 }
 
-fn end(ended: &mut HashMap<u64, VecDeque<(Request, i32)>>, read: Request, result: i32) {
+fn end(ended: &mut HashMap<u64, VecDeque<(Request, i32)>>, unreaped: &mut usize, read: Request, result: i32) {
     if let Some(of_queue) = ended.get_mut(&read.queue) {
         of_queue.push_back((read, result));
+        *unreaped += 1;
     }
 }

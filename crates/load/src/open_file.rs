@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use dmalane_file::FileHandle;
+use rustix::io::Errno;
 
 use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
@@ -82,9 +83,15 @@ impl OpenFile {
     /// The file, opened again if it was closed.
     ///
     /// # Errors
-    /// [`Error::File`], when another file has its name by now, or it was changed.
+    /// [`Error::Changed`] when another file has its name by now, or it was changed; [`Error::File`].
     pub fn file(&self) -> Result<Arc<File>, Error> {
-        self.handle.file().map_err(|source| self.error("open it", source))
+        self.handle.file().map_err(|source| match Errno::from_io_error(&source) {
+            Some(Errno::STALE) => {
+                let now = std::fs::metadata(&self.path).map_or(0, |meta| meta.len());
+                Error::Changed { path: self.path.clone(), before: self.handle.len_when_opened().unwrap_or(0), now }
+            }
+            _ => self.error("open it", source),
+        })
     }
 
     /// Leaves out the tensors that are not selected.

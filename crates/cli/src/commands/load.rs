@@ -284,6 +284,8 @@ impl Load {
         let paths: Vec<_> = set.files.iter().map(|file| &*file.path).collect();
         let mut files = model::open_all(&paths, copied)?;
         files.iter_mut().zip(&set.files).for_each(|(opened, file)| opened.listed.clone_from(&file.listed));
+        // Before it is chosen by what is cached how they are read.
+        self.run.drop_cached(&files, &mut None)?;
         let patterns = self.tensors.clone();
         let select: Select = Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name)));
         let select = (!self.tensors.is_empty()).then_some(select);

@@ -15,7 +15,7 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillOptions, FilledBuf, Job};
-use dmalane::load::{DriveOptions, Manifest};
+use dmalane::load::{DriveOptions, Manifest, in_parallel};
 use dmalane::{DeviceSpec, OpenFile, OpenOptions, ReadFiles, ReadOptions};
 
 use crate::device as opening;
@@ -131,7 +131,7 @@ impl Read {
         }
         let mut picked = self.pick_heap()?;
         let mut copied = Copied::default();
-        let sources = files.iter().map(|path| open(path, &mut copied)).collect::<Result<Vec<_>, _>>()?;
+        let sources = open_all(&files, &mut copied)?;
         let read = output::named_files(self.files.iter().chain(&files).chain(&self.run.manifest));
         let mut outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
         let manifest = model::manifest(self.run.manifest.as_deref())?;
@@ -316,11 +316,11 @@ impl Read {
     }
 }
 
-/// Opens a file that is read as it is: by name, no Git LFS pointer in its place.
-fn open(path: &Path, copied: &mut Copied) -> Result<OpenFile, Failure> {
-    let file = model::open(path, copied)?;
-    if !source::is_stdin(path) {
-        model::refuse_lfs_pointer(path, &*file.file()?)?;
-    }
-    Ok(file)
+/// Opens files that are read as they are: by name, no Git LFS pointers in their place.
+fn open_all(paths: &[PathBuf], copied: &mut Copied) -> Result<Vec<OpenFile>, Failure> {
+    let paths: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
+    let files = model::open_all(&paths, copied)?;
+    let named = paths.iter().zip(&files).filter(|(path, _)| !source::is_stdin(path)).collect();
+    in_parallel(named, |(path, file)| model::refuse_lfs_pointer(path, &*file.file()?))?;
+    Ok(files)
 }

@@ -119,6 +119,21 @@ fn many_shards_need_few_descriptors() {
     }
 }
 
+/// Each is open twice while it is read past the page cache, which has its first pages.
+#[test]
+fn many_cold_files_need_few_descriptors() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let name = |i: u32| format!("s-{i:05}-of-00200.safetensors");
+    for i in 1..=200 {
+        shard(folder.path().join(name(i)), 128 << 10, char::from_u32(0x4e00 + i).unwrap());
+    }
+    for args in ["load --cold", "load --cold --verify -d ram:64MiB", "read --cold", "manifest"] {
+        let line = format!("bash -c 'ulimit -n 256; exec $DMALANE {args} {}'", folder.path().display());
+        let output = dmalane(&line, folder.path());
+        assert!(output.status.success(), "{args}: {}", text(&output));
+    }
+}
+
 #[test]
 fn files_are_read_directly_where_no_proc_is_mounted() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -60,11 +59,6 @@ impl ModelFile {
     /// Bytes of its tensors that the file system has no blocks for, or none that were written. 0 where the file is not
     /// the one that was parsed.
     pub(super) fn hole(&self) -> u64 {
-        // With as many blocks as it has bytes, it has no hole worth a name.
-        let sparse = self.handle.metadata().is_ok_and(|meta| meta.is_file() && meta.blocks() * 512 < meta.len());
-        if !sparse {
-            return 0;
-        }
         let Ok(file) = self.open().and_then(|opened| opened.file()) else { return 0 };
         let tensors = self.contents.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
         // The position may be someone else's too.

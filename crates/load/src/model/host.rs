@@ -179,9 +179,10 @@ impl HostModel {
     /// and bytes behind the last tensor, as where files were joined.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
-        for file in self.files() {
+        let holes = in_parallel(self.files().iter().collect(), |file: &ModelFile| Ok::<_, Error>(file.hole()));
+        for (file, hole) in self.files().iter().zip(holes.unwrap_or_default()) {
             let path = file.path().display();
-            match file.hole() {
+            match hole {
                 0 => {}
                 n => notes.push(format!(
                     "{path}: {n} bytes of its tensors are a hole, which reads as zeroes: an unfinished download?"

@@ -1,7 +1,7 @@
 //! Files into memory: read while the memory is still being allocated, and registered or copied to a device meanwhile.
 
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dmalane_addr::Access;
@@ -16,6 +16,7 @@ use crate::error::Error;
 use crate::fill::{BufferMemory, Event, FilledBuf, Job, Watch};
 use crate::manifest::{Manifest, check, hash_regions};
 use crate::open_file::OpenFile;
+use crate::parallel::in_parallel;
 
 /// Reads files into buffers of a heap, one buffer per file by default.
 ///
@@ -55,7 +56,8 @@ pub struct Read<'a> {
 impl<'a> Read<'a> {
     /// Files by name. They are opened here; errors are returned by [`Read::into_memory`].
     pub fn files<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Self {
-        Self { sources: paths.into_iter().map(OpenFile::open).collect(), ..Self::sources(Vec::new()) }
+        let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
+        Self { sources: in_parallel(paths, OpenFile::open), ..Self::sources(Vec::new()) }
     }
 
     /// Files that are open already.

@@ -10,7 +10,7 @@ use dmalane_queue::DeviceAddr;
 use super::cached::FromCache;
 use super::method::{ReadFiles, ReadMethod};
 use super::options::ReadOptions;
-use super::plan::{Plan, plan};
+use super::plan::{Plan, Span, plan};
 use super::source::Source;
 use crate::choose::workers;
 use crate::device::OpenDevice;
@@ -18,6 +18,10 @@ use crate::engine::describe;
 use crate::error::Error;
 use crate::fill::{BufferMemory, FillCached, FillError, Job, Sink, Watch, fill};
 use crate::open_file::OpenFile;
+use crate::parallel::in_parallel;
+
+/// Files whose cached bytes are copied without their queues, at most: the others' are copied by them.
+const MAPPED: usize = 16;
 
 /// A device, and the place on it for each buffer.
 pub(super) type Onto<'a> = (&'a mut OpenDevice, &'a [DeviceAddr]);
@@ -40,25 +44,28 @@ pub(super) fn read(
     let writable = capabilities.shareable;
     // As `Reserved::is_better_copied_to` says when there is a reservation.
     let copied_to = writable && capabilities.best_pages == PageKind::Base;
-    let plans =
-        sources.iter().enumerate().map(|(i, source)| plan(source, i, job, options, copied_to, sources.len() == 1));
-    let plans = plans.collect::<Result<Vec<Plan>, Error>>()?;
+    let spans = sources.iter().zip(Span::of(job, sources.len())).collect();
+    let alone = sources.len() == 1;
+    let plans = in_parallel(spans, |(source, span)| plan(source, span, options, copied_to, alone))?;
     let copied = plans.iter().fold(0u64, |sum, plan| sum.saturating_add(plan.copied));
     let count = options.threads.unwrap_or(workers(copied));
     let mut workers = Vec::new();
     for _ in 0..count.clamp(1, 64) {
         let reads = SharedReads::default();
         let open = |(source, plan): (&OpenFile, &Plan)| Source::open(source, plan, &reads);
-        workers.push(sources.iter().zip(&plans).map(open).collect::<Result<Vec<Source>, Error>>()?);
+        workers.push(in_parallel(sources.iter().zip(&plans).collect(), open)?);
     }
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
     let from_cache_first = options.mode != Mode::Direct;
+    // Each of them takes two descriptors.
+    let mut left = MAPPED;
     let map = |(source, plan): (&OpenFile, &Plan)| {
-        let some = from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);
+        let some = left > 0 && from_cache_first && plan.cached.is_some_and(|cached| cached.cached > 0);
         let some = some && (writable || plan.options.mode == Mode::Auto);
         let file = some.then(|| source.file().ok()).flatten()?;
         let mapping = FileMapping::new(file.as_fd(), plan.first..plan.end).ok()?;
+        left -= 1;
         Some((file, mapping))
     };
     let from_cache = FromCache {

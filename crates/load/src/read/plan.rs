@@ -32,23 +32,41 @@ pub(super) struct Plan {
     pub end: u64,
 }
 
+/// What a job reads of a source.
+#[derive(Clone, Copy)]
+pub(super) struct Span {
+    /// Where the first of its extents begins; more than `end` if there is none.
+    first: u64,
+    /// Where the last one ends.
+    end: u64,
+    bytes: u64,
+}
+
+impl Span {
+    /// Those of the sources of a job.
+    pub fn of(job: &Job, sources: usize) -> Vec<Self> {
+        let mut spans = vec![Self { first: u64::MAX, end: 0, bytes: 0 }; sources];
+        for e in job.extents.iter().filter(|e| e.len > 0) {
+            // Another source than there is refuses the job later.
+            let Some(span) = spans.get_mut(e.source) else { continue };
+            span.first = span.first.min(e.at.bits());
+            span.end = span.end.max(e.at.bits().saturating_add(e.len));
+            span.bytes = span.bytes.saturating_add(e.len);
+        }
+        spans
+    }
+}
+
 /// Plans for a source of a job, which may be its only one. `copied_to` says that direct reads land elsewhere and are
 /// copied to the buffers.
 pub(super) fn plan(
     source: &OpenFile,
-    index: usize,
-    job: &Job,
+    Span { first, end, bytes }: Span,
     options: &ReadOptions,
     copied_to: bool,
     alone: bool,
 ) -> Result<Plan, Error> {
     let kind = source.handle.metadata().map_err(|e| source.error("open it", e))?.file_type();
-    let extents = job.extents.iter().filter(|e| e.source == index && e.len > 0);
-    let (mut first, mut end, mut bytes) = (u64::MAX, 0, 0u64);
-    for e in extents {
-        (first, end) = (first.min(e.at.bits()), end.max(e.at.bits().saturating_add(e.len)));
-        bytes = bytes.saturating_add(e.len);
-    }
     let block = usize::try_from(options.fill.block).unwrap_or(usize::MAX);
     let most = options.fill.depth.unwrap_or(FileOptions::default().depth);
     let of_queue = |mode, io, depth| FileOptions { mode, io, depth, block };
