@@ -381,8 +381,8 @@ def test_others_run_while_a_report_looks_into_files(tmp_path):
         lease = os.open(sys.argv[1], os.O_RDWR)
         fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         timer = threading.Timer(0.1, lambda: fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_UNLCK))
-        timer.start()
         began = time.monotonic()
+        timer.start()
         f.report()
         # The kernel itself ends a lease after 45 s.
         assert 0.1 < time.monotonic() - began < 30
