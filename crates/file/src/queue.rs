@@ -37,8 +37,8 @@ pub struct Moved {
 /// kernel has not let go of after 10 seconds (threads: 2) is never freed, and counted by
 /// [`quarantined_bytes`](crate::quarantined_bytes).
 ///
-/// While operations are in flight it has two file descriptors, and from the first one on a third, and some 60 us, for the
-/// ring, unless it [shares](FileQueue::sharing) one. A file that was opened by name may be closed in between
+/// While operations are in flight it has two file descriptors, and from the first one on a third, and some 60 us, for
+/// the ring, unless it [shares](FileQueue::sharing) one. A file that was opened by name may be closed in between
 /// ([`FileHandle`]).
 pub struct FileQueue {
     source: Source,
