@@ -309,7 +309,7 @@ mod tests {
         daemon.join().unwrap();
     }
 
-    /// What they close may take any time: some of a user's processes may end beside its clients, but not many.
+    /// Closing may take any time: some of a user's processes may end beside its clients, but not many.
     #[test]
     fn processes_that_end_for_long_count_as_clients() {
         let folder = tempfile::tempdir().unwrap();

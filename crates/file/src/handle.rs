@@ -23,7 +23,7 @@ pub struct FileHandle(Arc<Shared>);
 
 struct Shared {
     path: PathBuf,
-    /// What the file was when it was opened, if it is a regular one.
+    /// The file's identity when it was opened, if it is a regular one.
     was: Option<Identity>,
     /// Its name may open it again.
     named: bool,
@@ -150,7 +150,7 @@ impl FileHandle {
         Ok(direct)
     }
 
-    /// What the kernel says of it now.
+    /// The kernel's description of it now.
     ///
     /// # Errors
     /// The kernel's.

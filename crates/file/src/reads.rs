@@ -17,7 +17,7 @@ use crate::workers::{Short, Workers};
 #[derive(Clone, Default)]
 pub struct SharedReads(Arc<Mutex<Reads>>);
 
-/// What a queue gives its reads to.
+/// The carrier of a queue's reads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Via {
     Ring,
@@ -32,7 +32,7 @@ pub(crate) struct Reads {
     refused: Option<Fallback>,
     /// The number of the next queue.
     next: u64,
-    /// What has ended, for each queue that there is.
+    /// Reads that have ended, for each queue that there is.
     ended: HashMap<u64, VecDeque<(Request, i32)>>,
     /// How many these are.
     unreaped: usize,

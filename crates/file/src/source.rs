@@ -20,7 +20,7 @@ const UNSAID: Align = Align { memory: 4096, offset: 4096 };
 
 pub(crate) struct Source {
     pub handle: FileHandle,
-    /// What direct I/O demands, if it is to be had.
+    /// The alignment that direct I/O demands, if it is to be had.
     pub direct: Option<Align>,
     /// The descriptor reads without waiting, which io_uring takes literally; its owner may share the flag, so it stays.
     pub nonblocking: bool,

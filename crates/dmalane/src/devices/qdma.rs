@@ -16,9 +16,9 @@ pub struct QdmaSpec {
     pub node: PathBuf,
 }
 
-/// What the driver puts in front of bus, device and function.
+/// The prefix of bus, device and function in the driver's names.
 const PREFIX: &str = "qdma";
-/// What it puts in front of the number of a queue: memory-mapped, or streaming.
+/// The prefix of a queue's number there: memory-mapped, or streaming.
 const MAPPED: &str = "-MM-";
 const STREAM: &str = "-ST-";
 
