@@ -308,7 +308,7 @@ fn limits_of_the_shell_are_named() {
     };
     let text = limited("ulimit -v 4000000", "--sample 1MiB");
     assert!(text.contains("\nhint: ") && text.contains("soft,ddr=SIZE,hbm=SIZE, now 64 GiB and 32 GiB"), "{text}");
-    let many = "truncate -s 4096 a; for i in 1 2 3 4 5; do set -- \"$@\" a a a a; done; ulimit -n 20";
+    let many = "truncate -s 4096 a; for i in 1 2 3 4 5; do set -- \"$@\" a a a a; done; ulimit -n 8";
     let text = limited(many, "\"$@\"");
     assert!(text.contains("ulimit -n"), "{text}");
 }
