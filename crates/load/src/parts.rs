@@ -27,13 +27,18 @@ pub(crate) struct Parts {
 impl Parts {
     /// The parts of files, each with its length: those in which these tensors lie, or all of a file without any.
     pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Arc<Tensor>]>)>) -> Self {
+        Self::of_ranges(files.into_iter().map(|(len, tensors)| match tensors {
+            Some(tensors) => (len, tensors.iter().map(|t| t.at.bits()..t.at.bits() + t.len).collect()),
+            None => (len, vec![0..len]),
+        }))
+    }
+
+    /// The parts of files, each with its length, in which these ranges lie, which are in order.
+    pub fn of_ranges(files: impl IntoIterator<Item = (u64, Vec<Range<u64>>)>) -> Self {
         let mut all = Self { job: Job::default(), first: Vec::new() };
-        for (source, (len, tensors)) in files.into_iter().enumerate() {
+        for (source, (len, ranges)) in files.into_iter().enumerate() {
             all.first.push(all.job.extents.len());
-            match tensors {
-                Some(tensors) => all.add(source, tensors.iter().map(|t| t.at.bits()..t.at.bits() + t.len), len),
-                None => all.add(source, std::iter::once(0..len), len),
-            }
+            all.add(source, ranges, len);
             all.job.buffers.push(all.of(source).last().map_or(0, |last| last.to + last.len));
         }
         all
@@ -88,6 +93,13 @@ impl Parts {
         })
     }
 
+    /// The offset in its buffer of a byte of a file, which a part has.
+    pub fn offset(&self, buffer: usize, at: u64) -> u64 {
+        let parts = self.of(buffer);
+        let part = parts.partition_point(|part| part.at.bits() <= at).checked_sub(1).map(|n| &parts[n]);
+        part.map_or(0, |part| part.to + (at - part.at.bits()))
+    }
+
     /// Where in the file the byte at an offset of its buffer is.
     pub fn at(&self, buffer: usize, offset: u64) -> FileOffset {
         FileOffset::new(self.in_file(buffer, offset..offset + 1).next().map_or(offset, |range| range.start))
@@ -133,6 +145,7 @@ mod tests {
         let parts = parts(&[100..200, 100_000..110_000]);
         assert_eq!(parts.in_file(0, 4000..4100).collect::<Vec<_>>(), [4000..4096, 98_304..98_308]);
         assert_eq!((parts.at(0, 4095).bits(), parts.at(0, 4096).bits()), (4095, 98_304));
+        assert_eq!((parts.offset(0, 4095), parts.offset(0, 98_304), parts.offset(0, 110_000)), (4095, 4096, 15_792));
         let mut parts = parts;
         parts.job.buffers.push(4096 + 12_288);
         let job = parts.first(4000);

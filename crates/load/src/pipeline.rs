@@ -13,7 +13,7 @@ use crate::clock::Clocks;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
 use crate::engine::{describe, workers};
 use crate::error::Error;
-use crate::fill::{self, BufferMemory, Event, FillError, FillOptions, Filled, Job, Memory, Sink, Watch};
+use crate::fill::{self, BufferMemory, Event, FillError, FillOptions, Filled, Job, Memory, Sink, Targets, Watch};
 use crate::input::Input;
 use crate::manifest::{Expected, Manifest, check, hash_regions};
 use crate::parts::{PartTargets, Parts};
@@ -143,6 +143,30 @@ impl OpenDevice {
             timeline.tracks.extend(self.channel_tracks());
         }
         Ok(filled)
+    }
+
+    /// As [`OpenDevice::fill`], through the staging buffers: `targets` says where the bytes of each buffer go, and none
+    /// stay on the host.
+    pub(crate) fn fill_staged<S: Queue<Addr = FileOffset>>(
+        &mut self,
+        targets: &dyn Targets,
+        job: &Job,
+        workers: &mut [Vec<S>],
+        options: &FillOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<Filled, FillError> {
+        let start = Instant::now();
+        let Self { queue, info, staging, .. } = self;
+        // Of full length at once, so that they are registered once, however small what is read first is.
+        staging.prepare(u64::MAX);
+        fill::ask(staging.to_come(u64::MAX), "the staging buffers")?;
+        let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
+        let done = fill::run(start, Memory::Staging(staging), sink, job, workers, options, watch);
+        if done.is_err() {
+            // Slots may be incomplete now.
+            self.staging.clear();
+        }
+        Ok(done?.filled(start, job, workers.len()))
     }
 
     /// Gives each tensor its place on the device and its device virtual address, as [`OpenDevice::load`] does, and

@@ -93,6 +93,8 @@ pub struct FillReport {
 pub struct Filled {
     /// The buffers.
     pub buffers: Vec<FilledBuf>,
+    /// The hashes of the regions of each buffer that did not stay.
+    pub(crate) gone: Vec<Vec<Digest>>,
     /// For each buffer the registrations of its chunks, in order, one behind the other: together they are all of it.
     /// Empty where none were asked for. Dropped, they are unmapped and unpinned.
     pub mappings: Vec<Vec<Registered>>,

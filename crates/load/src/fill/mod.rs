@@ -37,7 +37,7 @@ mod supply;
 mod watch;
 mod worker;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dmalane_addr::FileOffset;
 use dmalane_queue::Queue;
@@ -76,20 +76,8 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
-    let mut done = run(start, Memory::Buffers(memory), sink, job, workers, options, watch)?;
-    let report = FillReport {
-        bytes: job.bytes(),
-        wall: start.elapsed(),
-        first_chunk: done.first_read.map_or(Duration::ZERO, |at| at - start),
-        stages: done.clocks.stages().filter(|s| s.bytes > 0).collect(),
-        workers: workers.len(),
-        backing: done.whole.first().map(|buf| buf.backing().clone()),
-        recycled: done.recycled,
-        timeline: done.clocks.timeline(),
-    };
-    let buffers = done.whole.into_iter().zip(&job.buffers).zip(done.hashes);
-    let buffers = buffers.map(|((buf, len), hashes)| FilledBuf::hashed(buf, *len as usize, hashes));
-    Ok(Filled { buffers: buffers.collect(), mappings: done.mappings, report })
+    let done = run(start, Memory::Buffers(memory), sink, job, workers, options, watch)?;
+    Ok(done.filled(start, job, workers.len()))
 }
 
 /// As [`fill`], of a job that began at `start`, with memory of either kind.

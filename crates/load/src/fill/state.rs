@@ -10,6 +10,7 @@ use dmalane_dma::SharedBuf;
 use dmalane_queue::Registered;
 
 use super::error::{Failed, FillError, broken};
+use super::filled::{FillReport, Filled, FilledBuf};
 use super::fragment::{Fragment, Tag};
 use super::hash::{Hasher, Hashes};
 use super::hash_thread::HashThread;
@@ -54,6 +55,29 @@ pub(crate) struct Done {
     pub first_read: Option<Instant>,
     pub recycled: bool,
     pub clocks: Clocks,
+}
+
+impl Done {
+    /// What came of a job that began at `start`: its buffers, and for staging memory the hashes of what they had.
+    pub fn filled(mut self, start: Instant, job: &Job, workers: usize) -> Filled {
+        let report = FillReport {
+            bytes: job.bytes(),
+            wall: start.elapsed(),
+            first_chunk: self.first_read.map_or(Duration::ZERO, |at| at - start),
+            stages: self.clocks.stages().filter(|s| s.bytes > 0).collect(),
+            workers,
+            backing: self.whole.first().map(|buf| buf.backing().clone()),
+            recycled: self.recycled,
+            timeline: self.clocks.timeline(),
+        };
+        let buffers = self.whole.into_iter().zip(&job.buffers);
+        let hashed = |((buf, len), hashes): ((SharedBuf, &u64), _)| FilledBuf::hashed(buf, *len as usize, hashes);
+        let stay = buffers.len();
+        let mut hashes = self.hashes.into_iter();
+        let buffers = buffers.zip(hashes.by_ref().take(stay)).map(hashed).collect();
+        let gone = hashes.map(|hashes| hashes.digests).collect();
+        Filled { buffers, gone, mappings: self.mappings, report }
+    }
 }
 
 /// The longest sleep before everything is polled again.

@@ -4,18 +4,20 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
 use dmalane_device::Placement;
 use dmalane_dma::{AnonHeap, Heap, Pool, SharedBuf};
 use dmalane_file::{FileOptions, FileQueue, Mode};
+use dmalane_queue::DeviceAddr;
 
 use super::block::{HostTensor, model_heap};
 use super::budget::Budget;
 use super::expected;
 use super::file::ModelFile;
+use super::onto::{self, Part};
 use super::plan::{PAGE, Plan};
 use super::reader::{FILES_AT_ONCE, Reader};
 use super::report::{HostRates, Reads};
@@ -66,17 +68,6 @@ pub struct LoadOptions {
     pub placement: Placement,
     /// Read every tensor back through the device's address space, and compare it with its file.
     pub verify: bool,
-}
-
-/// A part of a tensor, and its place in a buffer.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Part {
-    /// The tensor.
-    pub name: String,
-    /// Which of its bytes.
-    pub bytes: Range<u64>,
-    /// Offset in the buffer of the first one.
-    pub to: u64,
 }
 
 /// A model that is open: one or more files of tensors, whose headers were parsed once.
@@ -149,7 +140,8 @@ impl HostModel {
             }
         }
         let (budget, closed) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), AtomicBool::new(false));
-        let reader = Arc::new(Reader { files: Arc::new(files), budget, reads: Mutex::default(), mode, closed });
+        let (files, reads, above) = (Arc::new(files), Arc::default(), None);
+        let reader = Arc::new(Reader { files, budget, reads, mode, closed, above });
         Ok(Self { reader, by_name: Arc::new(by_name), manifest: Arc::new(manifest), left_out: Arc::default() })
     }
 
@@ -158,10 +150,21 @@ impl HostModel {
         let reader = Reader {
             files: self.reader.files.clone(),
             budget: Budget::new(memory_limit),
-            reads: Mutex::default(),
+            reads: Arc::default(),
             mode: self.reader.mode,
             closed: AtomicBool::new(false),
+            above: None,
         };
+        Self { reader: Arc::new(reader), ..self.clone() }
+    }
+
+    /// The same model with the same limit and [reads](Self::reads). To [`close`](Self::close) it ends its own reads
+    /// alone; to close this one ends those too.
+    pub fn apart(&self) -> Self {
+        let Reader { files, budget, reads, mode, .. } = &*self.reader;
+        let (files, budget, reads) = (files.clone(), budget.clone(), reads.clone());
+        let (closed, above) = (AtomicBool::new(false), Some(self.reader.clone()));
+        let reader = Reader { files, budget, reads, mode: *mode, closed, above };
         Self { reader: Arc::new(reader), ..self.clone() }
     }
 
@@ -277,7 +280,7 @@ impl HostModel {
         let reader = &*self.reader;
         reader.check_open()?;
         let (mut files, mut extents, mut tensors, mut total) = (Vec::new(), Vec::new(), Vec::new(), 0u64);
-        for Part { name, bytes, to } in parts {
+        for part @ Part { name, bytes, to } in parts {
             let (file, index) = self.place(name)?;
             let tensor = &reader.files[file].contents().tensors[index];
             match *bytes == (0..tensor.len) {
@@ -285,16 +288,12 @@ impl HostModel {
                 true => tensors.push((&reader.files[file], index, *to, to.saturating_add(tensor.len))),
                 false => reader.files[file].check_parts()?,
             }
-            let Range { start, end } = *bytes;
-            if start > end || end > tensor.len {
-                let message = format!("{start}..{end} does not lie within the {} bytes of {name:?}", tensor.len);
-                return Err(Error::BadSlice(message));
-            }
+            let Range { start: at, end } = part.within(tensor)?;
             let source = files.iter().position(|known| *known == file).unwrap_or_else(|| {
                 files.push(file);
                 files.len() - 1
             });
-            let (at, len) = (FileOffset::new(tensor.at.bits() + start), end - start);
+            let (at, len) = (FileOffset::new(at), end - at);
             extents.push(Extent { source, at, len, buffer: 0, to: *to });
             total = total.saturating_add(len);
         }
@@ -306,6 +305,38 @@ impl HostModel {
         let files: Vec<&ModelFile> = files.into_iter().map(|file| &reader.files[file]).collect();
         let filled = reader.run(&files, Job { buffers: vec![len], extents }, &[tensors], watch)?.pop();
         Ok(filled.expect("one buffer").into_shared())
+    }
+
+    /// Reads parts of tensors into memory of a device, each to `part.to` bytes behind `place`, through staging buffers
+    /// that are registered once for each device. Whole tensors are compared with the manifest. No two parts have a byte
+    /// in common. What lies at these addresses is the caller's: nothing is allocated or bound.
+    ///
+    /// ```
+    /// use dmalane_device::RamDevice;
+    /// use dmalane_load::{HostModel, OpenDevice, Part};
+    ///
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("model.safetensors");
+    /// # dmalane_load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
+    /// let model = HostModel::open([&path], Default::default())?;
+    /// let mut device = OpenDevice::new(Box::new(RamDevice::new(8 << 20)?), Default::default())?;
+    /// let place = device.memory_mut().reserve(4096)?.first();
+    /// let part = Part { name: "embeddings.weight".to_owned(), bytes: 0..1000, to: 96 };
+    /// model.read_parts_onto(&mut device, place.into(), &[part], &mut |_| std::ops::ControlFlow::Continue(()))?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error`]. Some of the bytes may have been written, and if operations are in flight on the
+    /// [queue](OpenDevice::queue_mut) then, some may still be.
+    pub fn read_parts_onto(
+        &self,
+        device: &mut OpenDevice,
+        place: DeviceAddr,
+        parts: &[Part],
+        watch: &mut Watch<'_>,
+    ) -> Result<(), Error> {
+        onto::read_parts(&self.reader, |name| self.place(name), device, place, parts, watch)
     }
 
     /// Begins to read the tensors in the order of their bytes, all or those of these names.

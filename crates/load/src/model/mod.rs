@@ -6,6 +6,7 @@ mod expected;
 mod file;
 mod host;
 mod inputs;
+mod onto;
 mod plan;
 mod reader;
 mod report;
@@ -14,7 +15,8 @@ mod stream;
 
 pub use block::{Block, HostTensor, model_heap};
 pub use file::ModelFile;
-pub use host::{HostModel, LoadOptions, ModelOptions, Part};
+pub use host::{HostModel, LoadOptions, ModelOptions};
 pub use inputs::Inputs;
+pub use onto::Part;
 pub use report::{HostRates, Reads};
 pub use stream::{Next, TensorStream};

@@ -25,14 +25,25 @@ pub(super) const FILES_AT_ONCE: usize = 1024;
 pub(super) struct Reader {
     pub files: Arc<Vec<ModelFile>>,
     pub budget: Arc<Budget>,
-    pub reads: Mutex<Reads>,
+    pub reads: Arc<Mutex<Reads>>,
     pub mode: Mode,
     pub closed: AtomicBool,
+    /// What ends this one's reads too when it is closed.
+    pub above: Option<Arc<Self>>,
 }
 
 impl Reader {
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed) || self.above.as_ref().is_some_and(|above| above.is_closed())
+    }
+
     pub fn check_open(&self) -> Result<(), Error> {
-        if self.closed.load(Ordering::Relaxed) { Err(Error::Closed) } else { Ok(()) }
+        if self.is_closed() { Err(Error::Closed) } else { Ok(()) }
+    }
+
+    /// Ends a job as soon as the files are closed.
+    pub fn while_open<'w>(&'w self, watch: &'w mut Watch<'_>) -> impl FnMut(Event) -> ControlFlow<()> + Send + 'w {
+        |event: Event| if self.is_closed() { ControlFlow::Break(()) } else { watch(event) }
     }
 
     /// The plan for some tensors of a file.
@@ -77,10 +88,7 @@ impl Reader {
         watch: &mut Watch<'_>,
     ) -> Result<ReadFiles, Error> {
         let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
-        let watch = |event: Event| match self.closed.load(Ordering::Relaxed) {
-            true => ControlFlow::Break(()),
-            false => watch(event),
-        };
+        let watch = self.while_open(watch);
         let mut options = ReadOptions { mode: self.mode, ..ReadOptions::default() };
         options.fill.hash_regions = expected::hash_regions(tensors);
         Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)

@@ -117,7 +117,7 @@ impl<'a> Read<'a> {
     ///
     /// The device's queue has nothing in flight. An extent is complete when the device has all of it.
     pub fn copy_to_device(mut self, device: &'a mut OpenDevice, places: &'a [DeviceAddr]) -> Self {
-        self.device = Some((device, places));
+        self.device = Some(Onto::Copied(device, places));
         self
     }
 

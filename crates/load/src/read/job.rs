@@ -16,18 +16,23 @@ use crate::choose::workers;
 use crate::device::OpenDevice;
 use crate::engine::describe;
 use crate::error::Error;
-use crate::fill::{BufferMemory, FillCached, FillError, Job, Sink, Watch, fill};
+use crate::fill::{BufferMemory, FillCached, FillError, Job, Sink, Targets, Watch, fill};
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
 
 /// Files whose cached bytes are copied without their queues, at most: the others' are copied by them.
 const MAPPED: usize = 16;
 
-/// A device, and the place on it for each buffer.
-pub(super) type Onto<'a> = (&'a mut OpenDevice, &'a [DeviceAddr]);
+/// A device that gets the bytes, too.
+pub(crate) enum Onto<'a> {
+    /// Each buffer as a whole, at the place with its number. The buffers stay.
+    Copied(&'a mut OpenDevice, &'a [DeviceAddr]),
+    /// What has targets, through the device's staging buffers. Nothing stays on the host.
+    Staged(&'a mut OpenDevice, &'a dyn Targets),
+}
 
 /// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
-pub(super) fn read(
+pub(crate) fn read(
     memory: BufferMemory<'_>,
     onto: Option<Onto<'_>>,
     sources: &[OpenFile],
@@ -57,7 +62,7 @@ pub(super) fn read(
     }
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
-    let from_cache_first = options.mode != Mode::Direct;
+    let from_cache_first = options.mode != Mode::Direct && !matches!(onto, Some(Onto::Staged(..)));
     // Each of them takes two descriptors.
     let mut left = MAPPED;
     let map = |(source, plan): (&OpenFile, &Plan)| {
@@ -77,7 +82,8 @@ pub(super) fn read(
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
     let filled = match onto {
         None => fill(memory, Sink::Memory, job, &mut queues, &options.fill, watch),
-        Some((device, places)) => device.fill(memory, places, job, &mut queues, &options.fill, watch),
+        Some(Onto::Copied(device, places)) => device.fill(memory, places, job, &mut queues, &options.fill, watch),
+        Some(Onto::Staged(device, targets)) => device.fill_staged(targets, job, &mut queues, &options.fill, watch),
     };
     let filled = filled.map_err(|error| match error {
         FillError::Read { .. } => describe(error, |i| (sources[i].path.clone(), None)),

@@ -13,5 +13,6 @@ mod stream;
 
 pub use alloc::alloc_and_read;
 pub use builder::Read;
+pub(crate) use job::{Onto, read};
 pub use method::{AllocRead, ReadFiles, ReadMethod};
 pub use options::ReadOptions;

@@ -1,0 +1,176 @@
+//! Parts of tensors, and reading them into memory of a device, through its staging buffers.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::PoisonError;
+
+use dmalane_queue::{DeviceAddr, QueueAddr, Refusal};
+
+use super::block::model_heap;
+use super::expected::{self, Placed};
+use super::file::ModelFile;
+use super::reader::Reader;
+use crate::container::Tensor;
+use crate::device::OpenDevice;
+use crate::engine::describe;
+use crate::error::Error;
+use crate::fill::{BufferMemory, FillError, Target, Targets, Watch};
+use crate::parts::Parts;
+use crate::read::{Onto, ReadFiles, ReadOptions, read};
+
+/// A part of a tensor, and its place in a buffer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Part {
+    /// The tensor.
+    pub name: String,
+    /// Which of its bytes.
+    pub bytes: Range<u64>,
+    /// Offset in the buffer of the first one.
+    pub to: u64,
+}
+
+impl Part {
+    /// The bytes of the file that it is, of a tensor in which it must lie.
+    pub(super) fn within(&self, tensor: &Tensor) -> Result<Range<u64>, Error> {
+        let Range { start, end } = self.bytes;
+        if start > end || end > tensor.len {
+            let message = format!("{start}..{end} does not lie within the {} bytes of {:?}", tensor.len, self.name);
+            return Err(Error::BadSlice(message));
+        }
+        Ok(tensor.at.bits() + start..tensor.at.bits() + end)
+    }
+}
+
+/// A part of a file, where its first byte goes, and the number of the tensor that it is all of.
+type Piece = (Range<u64>, DeviceAddr, Option<usize>);
+
+/// Ranges of files with the places of their first bytes, each file's in order and apart, and the parts that are read
+/// for them.
+struct Places {
+    parts: Parts,
+    runs: Vec<Vec<(Range<u64>, DeviceAddr)>>,
+}
+
+impl Targets for Places {
+    fn buffers(&self) -> usize {
+        self.runs.len()
+    }
+
+    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
+        let runs = &self.runs[buffer];
+        for Range { start: mut at, end } in self.parts.in_file(buffer, range) {
+            let first = runs.partition_point(|(range, _)| range.end <= at);
+            for (range, to) in runs[first..].iter().take_while(|(range, _)| range.start < end) {
+                let (start, stop) = (range.start.max(at), range.end.min(end));
+                if start > at {
+                    out.push_back(Target { len: start - at, to: None });
+                }
+                at = start;
+                while at < stop {
+                    let len = (stop - at).min(max_len);
+                    let to = to.advance(at - range.start).ok_or(Refusal::PastTheTop)?;
+                    out.push_back(Target { len, to: Some(to) });
+                    at += len;
+                }
+            }
+            if at < end {
+                out.push_back(Target { len: end - at, to: None });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Pieces as few runs: those that follow each other in the file and on the device are one.
+fn runs(pieces: &[Piece]) -> Vec<(Range<u64>, DeviceAddr)> {
+    let mut runs: Vec<(Range<u64>, DeviceAddr)> = Vec::new();
+    for (range, to, _) in pieces {
+        match runs.last_mut() {
+            Some((last, at)) if last.end == range.start && at.advance(last.end - last.start) == Some(*to) => {
+                last.end = range.end;
+            }
+            _ => runs.push((range.clone(), *to)),
+        }
+    }
+    runs
+}
+
+/// Reads parts of tensors, of which `find` has the files and numbers, to their places behind `place` on a device.
+pub(super) fn read_parts(
+    reader: &Reader,
+    find: impl Fn(&str) -> Result<(usize, usize), Error>,
+    device: &mut OpenDevice,
+    place: DeviceAddr,
+    parts: &[Part],
+    watch: &mut Watch<'_>,
+) -> Result<(), Error> {
+    device.check_process()?;
+    let (mut files, mut pieces) = (Vec::new(), Vec::<Vec<Piece>>::new());
+    // Parts of one file follow each other.
+    let mut last = None;
+    for part in parts {
+        let (file, tensor) = find(&part.name)?;
+        let of = &reader.files[file];
+        let range = part.within(&of.contents().tensors[tensor])?;
+        let whole = part.bytes == (0..of.contents().tensors[tensor].len);
+        if !whole {
+            of.check_parts()?;
+        }
+        of.check_rows()?;
+        let to =
+            place.advance(part.to).filter(|to| range.is_empty() || to.advance(range.end - range.start - 1).is_some());
+        let to = to.ok_or_else(|| Error::BadSlice(format!("{:?} ends behind the last device address", part.name)))?;
+        if range.is_empty() {
+            continue;
+        }
+        let known = last.filter(|n| files[*n] == file).or_else(|| files.iter().position(|known| *known == file));
+        let n = known.unwrap_or(files.len());
+        if n == files.len() {
+            files.push(file);
+            pieces.push(Vec::new());
+        }
+        pieces[n].push((range, to, whole.then_some(tensor)));
+        last = Some(n);
+    }
+    let files: Vec<&ModelFile> = files.into_iter().map(|file| &reader.files[file]).collect();
+    for (file, pieces) in files.iter().zip(&mut pieces) {
+        pieces.sort_by_key(|(range, ..)| range.start);
+        if let Some(pair) = pieces.windows(2).find(|pair| pair[0].0.end > pair[1].0.start) {
+            let (path, at) = (file.path().display(), pair[1].0.start);
+            return Err(Error::BadSlice(format!("{path}: two parts have the byte at {at}: read one after the other")));
+        }
+    }
+    if files.is_empty() {
+        return Ok(());
+    }
+    let ranges = |(file, pieces): (&&ModelFile, &Vec<Piece>)| {
+        (file.contents().len, pieces.iter().map(|(range, ..)| range.clone()).collect())
+    };
+    let parts = Parts::of_ranges(files.iter().zip(&pieces).map(ranges));
+    let places = Places { parts, runs: pieces.iter().map(|pieces| runs(pieces)).collect() };
+    let mut tensors: Vec<Vec<Placed<'_>>> = Vec::new();
+    for (buffer, (file, pieces)) in files.iter().zip(&pieces).enumerate() {
+        let whole = pieces.iter().filter_map(|(range, _, tensor)| tensor.map(|tensor| (range, tensor)));
+        let at = |range: &Range<u64>| places.parts.offset(buffer, range.start);
+        let placed = whole.map(|(range, n)| (*file, n, at(range), at(range) + (range.end - range.start)));
+        tensors.push(placed.collect());
+    }
+    let sources = files.iter().map(|file| file.open()).collect::<Result<Vec<_>, _>>()?;
+    let mut options = ReadOptions { mode: reader.mode, ..ReadOptions::default() };
+    options.fill.hash_regions = expected::hash_regions(&tensors);
+    let mut watch = reader.while_open(watch);
+    let (memory, onto) = (BufferMemory::of(model_heap()), Some(Onto::Staged(device, &places)));
+    let done = read(memory, onto, &sources, places.parts.job(), &options, &mut watch, true);
+    let ReadFiles { filled, methods } = done.map_err(|error| match error {
+        Error::Fill(FillError::Transfer { buffer, offset, error }) => {
+            let offset = places.parts.at(buffer, offset).bits();
+            let about = |file: usize| (files[file].path().to_owned(), Some(&**files[file].contents()));
+            describe(FillError::Transfer { buffer, offset, error }, about)
+        }
+        other => other,
+    })?;
+    expected::check(&tensors, filled.gone.iter().map(|digests| &**digests))?;
+    let mut reads = reader.reads.lock().unwrap_or_else(PoisonError::into_inner);
+    reads.add(filled.report, files.iter().map(|file| file.path().to_owned()).zip(methods));
+    Ok(())
+}
