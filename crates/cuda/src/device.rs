@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::gpu::Gpu;
 use crate::queue::CudaQueue;
 use crate::space::{Binds, MapSpace};
-use crate::sys::{BackToBack, Context, Driver, PinnedMemory, Pins, Registered, Window};
+use crate::sys::{BackToBack, Borrowed, Context, Driver, PinnedMemory, Pins, Registered, Window};
 use crate::vram::Vram;
 
 /// The GPUs of this machine, by the driver's library as [`CudaDevice::open`] finds it. No context is created.
@@ -212,6 +212,10 @@ impl Device for CudaDevice {
 
     fn dlpack(&self) -> Option<DlpackDevice> {
         DlpackDevice::cuda(self.gpu.number)
+    }
+
+    fn borrow(&self, memory: Span<CardAddr>) -> Result<Box<dyn Send>, Box<dyn StdError + Send + Sync>> {
+        Ok(Box::new(Borrowed::new(&self.context, memory.first().bits(), memory.len())?))
     }
 
     fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn StdError + Send + Sync>> {

@@ -3,8 +3,9 @@
 //! Three rules make the calls sound. Function types are those of `cuda.h` (CUDA 11.2 to 13), and the library is never
 //! unloaded. A [`Stream`] owns each operation from [`Stream::begin`] until the driver has confirmed that everything
 //! before it on the stream has ended; what it cannot confirm is never freed. A copy names device memory only inside
-//! ranges that this process has mapped through the same [`Context`] (`ranges::check`), since the driver also takes
-//! addresses of pinned host memory; such a range is unmapped only after all work of the context has ended, that of
+//! ranges that this process has mapped through the same [`Context`], or of which the driver says that they are memory of
+//! its GPU ([`Borrowed`], `ranges::check`), since the driver also takes addresses of pinned host memory; a range that
+//! was mapped is unmapped only after all work of the context has ended, that of
 //! other libraries too.
 //!
 //! The modules below this file call the driver through `call!` and `may_call!` alone.
@@ -179,6 +180,7 @@ calls! {
         event_destroy = "cuEventDestroy_v2" (Handle);
         event_record = "cuEventRecord" (Handle, Handle);
         event_query = "cuEventQuery" (Handle);
+        pointer_attribute = "cuPointerGetAttribute" (*mut c_void, c_int, Pointer);
     }
     optional {
         range_handle = "cuMemGetHandleForAddressRange" (*mut c_void, Pointer, usize, c_int, u64);
@@ -211,6 +213,7 @@ macro_rules! may_call {
 }
 
 mod back_to_back;
+mod borrowed;
 #[cfg(feature = "by-hand")]
 mod by_hand;
 mod context;
@@ -220,6 +223,7 @@ mod stream;
 mod window;
 
 pub(crate) use back_to_back::BackToBack;
+pub(crate) use borrowed::Borrowed;
 #[cfg(feature = "by-hand")]
 pub use by_hand::PlainBinds;
 pub(crate) use context::Context;

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fs::File;
 use std::sync::Arc;
 
-use dmalane_addr::PageSize;
+use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_dma::Registrar;
 use dmalane_queue::DeviceQueue;
 
@@ -48,6 +48,15 @@ pub trait Device: Send {
     /// that kernels and other libraries can use them as they are; `None` for other addresses.
     fn dlpack(&self) -> Option<DlpackDevice> {
         None
+    }
+
+    /// Lets its queues use device memory that another library of this process, such as PyTorch, has allocated on it,
+    /// until what is returned is dropped. The memory stays allocated until then, and until operations on it have ended.
+    ///
+    /// # Errors
+    /// It is no memory of this device, or the device has no such libraries.
+    fn borrow(&self, memory: Span<CardAddr>) -> Result<Box<dyn Send>, Box<dyn Error + Send + Sync>> {
+        Err(format!("{memory:?} is memory of another library, and this device has none").into())
     }
 
     /// Counters of what can be observed of it, as they are now.

@@ -58,6 +58,16 @@ fn device(state: &State, at: u64, bytes: &mut [u8], write: bool) {
         let Some((first, mapping)) = state.mapped.range(..=next).next_back() else { return };
         let offset = (next - first) as usize;
         let n = (mapping.len as usize - offset).min(bytes.len() - done);
+        if mapping.outside {
+            let (here, there) =
+                (bytes[done..done + n].as_mut_ptr(), std::ptr::with_exposed_provenance_mut::<u8>(next as usize));
+            let (from, to) = if write { (here.cast_const(), there) } else { (there.cast_const(), here) };
+            // SAFETY: `here` has n bytes (indexed above); who gave memory by "adopt" keeps its n bytes at `there` until
+            // it takes them back, as those do who register memory.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, n) };
+            done += n;
+            continue;
+        }
         let mut memory = mapping.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let (here, there) = (&mut bytes[done..done + n], &mut memory[offset..offset + n]);
         if write {
@@ -671,7 +681,7 @@ functions! {
             if !inside || over || !at.is_multiple_of(GRANULE) || flags != 0 {
                 return Err(INVALID_VALUE);
             }
-            state.mapped.insert(at, Mapping { len, memory, access: (false, false), context });
+            state.mapped.insert(at, Mapping { len, memory, access: (false, false), context, outside: false });
             Ok(())
         })
     }
@@ -711,6 +721,20 @@ functions! {
             }
             state.mapped.range_mut(at..end).for_each(|(_, m)| m.access = (true, access.flags == 3));
             Ok(())
+        })
+    }
+    fn cuPointerGetAttribute(to: *mut c_void, attribute: c_int, at: u64) {
+        with_context("cuPointerGetAttribute", |state| {
+            let found = state.mapped.range(..=at).next_back().filter(|(first, m)| at - **first < m.len);
+            let (first, m) = found.ok_or(INVALID_VALUE)?;
+            match attribute {
+                2 => put(to.cast(), 2u32),
+                8 => put(to.cast(), false),
+                9 => put(to.cast(), (m.context - context_of(0)) as c_int),
+                11 => put(to.cast(), *first),
+                12 => put(to.cast(), m.len as usize),
+                _ => Err(INVALID_VALUE),
+            }
         })
     }
     fn cuMemGetHandleForAddressRange(to: *mut c_int, at: u64, len: usize, kind: c_int, flags: u64) {
@@ -758,6 +782,19 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
         "host-register" => state.settings.host_register = number(1) > 0,
         "hold" => state.settings.held = number(1) > 0,
         "lose" => state.settings.lost = number(1),
+        "adopt" => {
+            let (len, context) = (number(2), context_of(0));
+            let mapping = Mapping { len, memory: Memory::default(), access: (true, true), context, outside: true };
+            state.mapped.insert(number(1), mapping);
+        }
+        "disown" => {
+            if state.mapped.get(&number(1)).is_some_and(|m| state.is_busy(Place::Device(number(1)), m.len)) {
+                state.violation(format!("memory at {:#x} was taken back while a stream used it", number(1)));
+            }
+            state.mapped.remove(&number(1));
+        }
+        "copied" => return state.copied as i64,
+        "link" => state.settings.link = number(1),
         "delay" => state.settings.delay = Duration::from_micros(number(1)),
         "calls" => return state.calls.get(words[1]).map_or(0, |n| *n as i64),
         "reset" => {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub(crate) type Code = u32;
 pub(crate) const INVALID_VALUE: Code = 1;
@@ -41,6 +41,8 @@ pub(crate) struct Mapping {
     pub access: (bool, bool),
     /// The context of the GPU that may use it.
     pub context: u64,
+    /// Its bytes are the caller's own, at these addresses: memory of a framework that allocated it itself.
+    pub outside: bool,
 }
 
 /// A range that an operation uses.
@@ -119,12 +121,23 @@ pub(crate) struct Settings {
     pub held: bool,
     /// Of the copies from now on, the one of this number is not made, though it ends like others; 0 for none.
     pub lost: u64,
+    /// Bytes per second of each direction of the link to the host; 0 for no limit.
+    pub link: u64,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         let delay = Duration::from_micros(20);
-        Self { memory: 256 << 20, virtual_memory: true, host_register: true, gpus: 1, delay, held: false, lost: 0 }
+        Self {
+            memory: 256 << 20,
+            virtual_memory: true,
+            host_register: true,
+            gpus: 1,
+            delay,
+            held: false,
+            lost: 0,
+            link: 0,
+        }
     }
 }
 
@@ -149,6 +162,10 @@ pub(crate) struct State {
     pub violations: Vec<String>,
     /// Calls that were made, by name.
     pub calls: BTreeMap<String, u64>,
+    /// Bytes that streams have copied from the host.
+    pub copied: u64,
+    /// Until when each direction of the link is in use: to the GPU, and to the host.
+    link_until: [Option<Instant>; 2],
     faults: Vec<Fault>,
     sticky: Option<Code>,
     next: u64,
@@ -189,8 +206,10 @@ impl Model {
                 }
                 state = self.wait(state);
             };
+            let until = state.on_the_link(id);
             drop(state);
             std::thread::sleep(delay);
+            std::thread::sleep(until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now())));
             let mut state = self.lock();
             if state.sticky.is_some() || state.settings.held {
                 continue;
@@ -208,6 +227,9 @@ impl Model {
                         lost => {
                             state.settings.lost = lost.saturating_sub(1);
                             copy(&state, &job);
+                            if let Source::Place(Place::Host(_), _) = job.from {
+                                state.copied += job.row * job.rows;
+                            }
                         }
                     },
                 }
@@ -283,7 +305,8 @@ impl State {
         // Allocations whose handle was released live as long as they are mapped.
         let mut seen: Vec<*const Mutex<Vec<u8>>> = Vec::new();
         let mut used = 0;
-        let all = self.handles.values().map(|(_, memory, _)| memory).chain(self.mapped.values().map(|m| &m.memory));
+        let ours = self.mapped.values().filter(|m| !m.outside).map(|m| &m.memory);
+        let all = self.handles.values().map(|(_, memory, _)| memory).chain(ours);
         for memory in all {
             if !seen.contains(&Arc::as_ptr(memory)) {
                 seen.push(Arc::as_ptr(memory));
@@ -291,6 +314,21 @@ impl State {
             }
         }
         used
+    }
+
+    /// When the link to the host has moved what a stream does next, which then has it until then.
+    fn on_the_link(&mut self, stream: u64) -> Option<Instant> {
+        let Some(Item::Job(job)) = self.streams.get(&stream)?.jobs.front() else { return None };
+        let direction = match (job.to, &job.from) {
+            (Place::Device(_), Source::Place(Place::Host(_), _)) => 0,
+            (Place::Host(_), Source::Place(Place::Device(_), _)) => 1,
+            _ => return None,
+        };
+        let rate = Some(self.settings.link).filter(|rate| *rate > 0)?;
+        let takes = Duration::from_secs_f64((job.row * job.rows) as f64 / rate as f64);
+        let until = self.link_until[direction].map_or(Instant::now(), |until| until.max(Instant::now())) + takes;
+        self.link_until[direction] = Some(until);
+        Some(until)
     }
 
     /// Finds an invalid access of a job in a context, if there is one, and describes it.
@@ -341,7 +379,7 @@ impl State {
             ("contexts that are current", self.pushed),
             ("allocations", self.handles.len()),
             ("reservations", self.reserved.len()),
-            ("mappings", self.mapped.len()),
+            ("mappings", self.mapped.values().filter(|m| !m.outside).count()),
             ("registrations", self.registered.len()),
             ("host allocations", self.pinned.len()),
             ("streams", self.streams.values().filter(|s| !s.destroyed).count()),

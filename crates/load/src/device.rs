@@ -1,6 +1,7 @@
 //! Open devices: memory, queues driven as one, and the files that are loaded onto them.
 
 use std::collections::BTreeMap;
+use std::error::Error as StdError;
 use std::ops::Index;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -344,6 +345,14 @@ impl OpenDevice {
     /// Where programs on the device see its memory.
     pub fn address_space(&mut self) -> &mut dyn AddressSpace {
         self.device.address_space()
+    }
+
+    /// Lets its queues use device memory that another library of this process has allocated ([`Device::borrow`]).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn borrow(&self, memory: Span<CardAddr>) -> Result<Box<dyn Send>, Box<dyn StdError + Send + Sync>> {
+        self.device.borrow(memory)
     }
 
     /// The device in the words of DLPack ([`Device::dlpack`]).

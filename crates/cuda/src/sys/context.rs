@@ -44,6 +44,11 @@ impl Context {
         self.driver.attribute(self.device, attribute)
     }
 
+    /// The number of the GPU, as the driver counts them.
+    pub(super) fn ordinal(&self) -> u32 {
+        self.device as u32
+    }
+
     pub(super) fn current(&self) -> Result<Current<'_>, Error> {
         let driver = self.driver;
         call!(driver.push(self.raw.0))?;

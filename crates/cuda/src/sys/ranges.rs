@@ -13,8 +13,10 @@ pub(super) type Mapped = BTreeMap<u64, Range>;
 /// A range of device addresses and its mapping.
 pub(super) struct Range {
     pub(super) len: u64,
-    /// The memory that was allocated here; `None` where memory is bound that was allocated elsewhere.
+    /// The memory that was allocated here; `None` where memory is bound that was allocated elsewhere, or is lent.
     pub(super) handle: Option<u64>,
+    /// Memory that another library has allocated here.
+    pub(super) lent: bool,
     pub(super) writable: bool,
     /// It was to be unmapped, and streams did not say that they had ended: nothing may use it any more.
     pub(super) closed: bool,
@@ -36,7 +38,8 @@ pub(super) fn page_at(mapped: &Mapped, at: u64, page: u64) -> Result<u64, Error>
 pub(super) fn check(mapped: &Mapped, at: DeviceAddr, len: u64, write: bool) -> Result<(), u64> {
     let (mut next, bound) = (at.bits(), matches!(at, DeviceAddr::Va(_)));
     let end = next.checked_add(len).ok_or(next)?;
-    let may = |range: &Range| range.handle.is_none() == bound && (range.writable || !write) && !range.closed;
+    let is_bound = |range: &Range| range.handle.is_none() && !range.lent;
+    let may = |range: &Range| is_bound(range) == bound && (range.writable || !write) && !range.closed;
     while next < end {
         let found = mapped.range(..=next).next_back();
         let found = found.filter(|(first, range)| next - **first < range.len && may(range));
@@ -60,7 +63,7 @@ mod tests {
 
     #[test]
     fn faults_are_of_the_kind_of_address() {
-        let range = |handle, writable, closed| Range { len: 4096, handle, writable, closed };
+        let range = |handle, writable, closed| Range { len: 4096, handle, lent: false, writable, closed };
         let mapped = Mapped::from([
             (0x1000, range(Some(1), true, false)),
             (0x2000, range(Some(2), false, false)),

@@ -55,7 +55,8 @@ impl Window {
             handles.into_iter().for_each(|handle| drop(call!(driver.release_memory(handle))));
             return Err(e);
         }
-        let own = |(at, handle)| (at, Range { len: page, handle: Some(handle), writable: true, closed: false });
+        let own =
+            |(at, handle)| (at, Range { len: page, handle: Some(handle), lent: false, writable: true, closed: false });
         mapped.extend((at..).step_by(page as usize).zip(handles).map(own));
         Ok(())
     }
@@ -68,7 +69,7 @@ impl Window {
         let handles = memory.iter().map(|at| page_at(&mapped, *at, page)).collect::<Result<Vec<_>, _>>()?;
         let _current = self.context.current()?;
         self.map(&mapped, at, page, &handles, writable)?;
-        let bound = |(at, _)| (at, Range { len: page, handle: None, writable, closed: false });
+        let bound = |(at, _)| (at, Range { len: page, handle: None, lent: false, writable, closed: false });
         mapped.extend((at..).step_by(page as usize).zip(handles).map(bound));
         Ok(())
     }
