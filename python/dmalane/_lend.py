@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ._arguments import Backend, Manifest, Paths, check_backend, integer, manifest_of, parse_size, paths_of
 from ._frameworks import TORCH, Framework, converter, on_cpu, torch_device
 from ._native import Files, Tensor
+from ._onto import Gpu, OnGpu, OnHost
 from .errors import UnknownTensorError
 
 _T = TypeVar("_T")
@@ -17,8 +18,8 @@ _T = TypeVar("_T")
 class Slice:
     """A tensor that is read in part: `f.get_slice(name)[:, 2:4]`."""
 
-    def __init__(self, owner: safe_open, name: str) -> None:
-        self._owner, self._name = owner, name
+    def __init__(self, owner: safe_open, name: str, read: Callable[..., Any]) -> None:
+        self._name, self._read = name, read
         self._dtype, self._shape, *_ = owner._of(name, owner._files.describe)
 
     def get_shape(self) -> list[int]:
@@ -57,7 +58,7 @@ class Slice:
                 raise IndexError(f"index {n} is not within a dimension of {dim}")
             else:
                 ranges.append((n % dim, n % dim + 1))
-        return self._owner._convert(self._owner._files.slice(self._name, ranges, shape))
+        return self._read(self._name, ranges, shape)
 
 
 class TensorMeta(NamedTuple):
@@ -72,8 +73,8 @@ class TensorMeta(NamedTuple):
 class Prefetch:
     """Tensors that are read ahead, each handed out once: by `take(name)`, or by iterating."""
 
-    def __init__(self, owner: safe_open, plan: Mapping[str, slice | None], move: Callable[[Any], Any]) -> None:
-        rows = {name: owner.get_slice(name) for name in plan}
+    def __init__(self, owner: safe_open, plan: Mapping[str, slice | None], reader: OnHost | OnGpu) -> None:
+        rows = {name: Slice(owner, name, reader.slice) for name in plan}
         for name, part in plan.items():
             if part is None:
                 continue
@@ -83,10 +84,10 @@ class Prefetch:
                 raise ValueError(f"{name!r} has no dimension to slice")
         self._names = [name for name in owner.keys() if name in plan]
         self._left: dict[str, slice | None] = {name: plan[name] for name in self._names}
-        self._owner, self._rows, self._move = owner, rows, move
+        self._rows, self._reader = rows, reader
         # Read, and not asked for yet.
         self._ready: dict[str, Any] = {}
-        self._whole = owner.tensors([name for name, part in plan.items() if part is None])
+        self._whole = reader.tensors({name for name, part in plan.items() if part is None})
 
     def __repr__(self) -> str:
         return f"<Prefetch of {len(self._names)} tensors, {len(self._left)} not taken>"
@@ -104,7 +105,7 @@ class Prefetch:
         if name not in self._left:
             raise KeyError(f"{name!r} was taken, or is not in the plan")
         part = self._left[name]
-        taken = self._read(name) if part is None else self._move(self._rows[name][part])
+        taken = self._read(name) if part is None else self._rows[name][part]
         # Not before: what could not be read can be asked for again.
         del self._left[name]
         return taken
@@ -114,12 +115,8 @@ class Prefetch:
             item = next(self._whole, None)
             if item is None:
                 # The stream has failed: the rest is read one by one.
-                return self._move(self._owner.get_tensor(name))
-            try:
-                self._ready[item[0]] = self._move(item[1])
-            except BaseException:
-                self._whole.close()
-                raise
+                return self._reader.tensor(name)
+            self._ready[item[0]] = item[1]
             # Nothing here keeps the memory while the next one is waited for.
             del item
         return self._ready.pop(name)
@@ -150,7 +147,8 @@ class safe_open:
             ...
 
     framework: "numpy", "pt" or "bytes".
-    device: of PyTorch, with framework "pt": each tensor is moved there when it has been read.
+    device: of PyTorch, with framework "pt". GPUs of CUDA are read onto through memory that is registered once; to other
+        devices PyTorch moves each tensor when it has been read.
     backend: of safetensors; it is checked, and changes nothing, since no tensor is a mapping of a file.
 
     Memory counts until the last array over it dies, or `Tensor.release()`. A loop variable keeps a tensor while the
@@ -171,9 +169,9 @@ class safe_open:
     ) -> None:
         check_backend(backend)
         self._framework, self._device = framework, device
-        convert, move = converter(framework), _to_device(framework, device)
-        self._convert = (lambda tensor: move(convert(tensor))) if move else convert
+        to = _target(framework, device)
         self._files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
+        self._reader = _reader(self._files, framework, to)
         self._paths = self._files.paths()
         self._starts: dict[str, int] = {}
 
@@ -220,7 +218,7 @@ class safe_open:
 
     def get_tensor(self, name: str) -> Any:
         """Reads one tensor."""
-        return self._convert(self._of(name, self._files.get))
+        return self._of(name, self._reader.tensor)
 
     def get_tensors(self) -> dict[str, Any]:
         """Reads all tensors, one after the other."""
@@ -245,27 +243,21 @@ class safe_open:
         files take."""
         if integer(threads) is None or threads < 1:
             raise ValueError(f"threads={threads!r} is not 1 or more")
-        move = None if device is None else _to_device(self._framework, device)
-        return Prefetch(self, dict.fromkeys(self.keys()) if plan is None else plan, move or (lambda tensor: tensor))
+        reader = self._reader
+        if device is not None:
+            reader = _reader(self._files, self._framework, _target(self._framework, device))
+        return Prefetch(self, dict.fromkeys(self.keys()) if plan is None else plan, reader)
 
     def get_slice(self, name: str) -> Slice:
         """A tensor to read a part of."""
-        return Slice(self, name)
+        return Slice(self, name, self._reader.slice)
 
     def tensors(self, names: Iterable[str] | None = None) -> Generator[tuple[str, Any]]:
         """The tensors with their names, in the order in which their bytes arrive, read ahead on a thread; all of them,
         or those of `names`."""
         if isinstance(names, str):
             raise TypeError(f"names are several: tensors([{names!r}])")
-        return self._tensors(self._files.stream(None if names is None else set(names)))
-
-    def _tensors(self, stream: Iterator[Tensor]) -> Generator[tuple[str, Any]]:
-        while (tensor := next(stream, None)) is not None:
-            item = tensor.name, self._convert(tensor)
-            # Nothing here keeps the memory while the next one is waited for.
-            del tensor
-            yield item
-            del item
+        return self._reader.tensors(None if names is None else set(names))
 
     def report(self, *, reference: bool = False) -> dict[str, Any]:
         """The reads so far: bytes, stages, and for each file how and why; memory in use and its limit.
@@ -279,13 +271,27 @@ class safe_open:
         return report
 
 
-def _to_device(framework: Framework, device: object) -> Callable[[Any], Any] | None:
-    """Moves tensors of PyTorch to a device; None where they stay."""
+def _target(framework: Framework, device: object) -> Any:
+    """The device of PyTorch that tensors go to; None for host memory."""
+    converter(framework)
     if on_cpu(device):
         return None
     if framework not in TORCH:
         raise ValueError(f'device={device!r}: safe_open lends host memory, or PyTorch\'s tensors with framework="pt"')
+    return torch_device(device)
+
+
+def _reader(files: Files, framework: Framework, to: Any) -> OnHost | OnGpu:
+    """How tensors are read for a framework, and a device of PyTorch or host memory."""
+    convert, gpu = converter(framework), None if to is None else Gpu.of(to)
+    if gpu is not None:
+        return OnGpu(files, gpu)
+    if to is None:
+        return OnHost(files, convert)
     import torch
 
-    to = torch_device(device)
-    return lambda tensor: tensor.to(to) if isinstance(tensor, torch.Tensor) else tensor
+    def move(tensor: Tensor) -> Any:
+        converted = convert(tensor)
+        return converted.to(to) if isinstance(converted, torch.Tensor) else converted
+
+    return OnHost(files, move)

@@ -13,7 +13,12 @@ from ._last import remember
 from ._lend import safe_open
 from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
+from ._onto import Gpu
 from .errors import UnknownTensorError
+
+
+# Bytes of a GPU that are allocated together, at most, except for a larger tensor.
+_ALLOCATED = 1 << 30
 
 
 @overload
@@ -64,8 +69,7 @@ def load_file(
 
     filename: a file, a directory, a `*.safetensors.index.json`, or several of these.
     framework: "numpy", "pt" or "bytes". Types that the framework does not have come as `Tensor`, which is their bytes.
-    device: "cpu" for host memory. With framework "pt" a device of PyTorch, to which each tensor is moved when it has
-        been read. Else the name of a device of dmalane or an open one; then the values are `DeviceTensor`, and align,
+    device: "cpu" for host memory. With framework "pt" a device of PyTorch, as `safe_open` has it. Else the name of a device of dmalane or an open one; then the values are `DeviceTensor`, and align,
         memory_limit and direct, which are about host memory, are refused.
     align: each tensor starts at a multiple of this power of two, at most 4096, and shares no such unit with another.
     memory_limit: refuse to allocate more host memory than this (4096, "4GiB").
@@ -87,12 +91,12 @@ def load_file(
             raise ValueError(f"align: for host memory only, and device is {device!r}")
         with safe_open(filename, framework, device, memory_limit=memory_limit, direct=direct, verify=verify) as f:
             moved, done, total = {}, 0, sum(f._files.describe(name)[2] for name in f)
-            for name, tensor in f.tensors():
+            for name, tensor in f._reader.tensors(None, _ALLOCATED):
                 moved[name] = tensor
                 done += f._files.describe(name)[2]
                 if watch:
                     watch(done, total)
-            remember(f.report)
+            remember(f._files.report)
         return moved
     if given := [name for name, value in host.items() if value is not None]:
         raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
@@ -132,8 +136,8 @@ def load_into(
     """Reads files into arrays or tensors that exist already, through buffers of `memory_limit` at most, or of twice the
     largest tensor if that is more.
 
-    Types and shapes must be those of the file. With `strict`, so must the names. Tensors of any device of PyTorch are
-    written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
+    Types and shapes must be those of the file. With `strict`, so must the names. Contiguous tensors on GPUs of CUDA are
+    read where they are, without those buffers; of other devices of PyTorch they are written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
     have been when `IntegrityError` is raised.
     """
     files = Files(paths_of(filename), None, direct, manifest_of(verify))
@@ -150,15 +154,31 @@ def load_into(
                 raise ValueError(f"tensor {name!r} has {nbytes} bytes in {file}, the buffer {target.nbytes}")
         elif describe(name, target) != (dtype, list(shape)):
             raise ValueError(f"tensor {name!r} is {dtype} {list(shape)} in {file}, not {describe(name, target)}")
-    largest = max((files.describe(name)[2] for name in names), default=0)
+    wanted = set(tensors) & set(names)
+    if verify is None:
+        wanted -= _read_there(files, {name: tensors[name] for name in wanted})
+    largest = max((files.describe(name)[2] for name in wanted), default=0)
     files = files.within(max(parse_size(memory_limit), 2 * largest + (1 << 20)))
-    stream = files.stream(set(tensors) & set(names))
+    stream = files.stream(wanted)
     while (tensor := next(stream, None)) is not None:
         if tensor.nbytes:
             _copy(tensors[tensor.name], tensor)
         # The next one may need its memory.
         del tensor
     remember(files.report)
+
+
+def _read_there(files: Files, targets: dict[str, Any]) -> set[str]:
+    """Reads contiguous tensors on GPUs where they are; returns their names."""
+    torch = sys.modules.get("torch")
+    by_gpu: dict[Gpu, dict[str, Any]] = {}
+    for name, target in targets.items():
+        if torch is not None and isinstance(target, torch.Tensor) and target.is_contiguous() and target.numel():
+            if (gpu := Gpu.of(target.device)) is not None:
+                by_gpu.setdefault(gpu, {})[name] = target
+    for gpu, there in by_gpu.items():
+        gpu.read_to(files, there)
+    return {name for there in by_gpu.values() for name in there}
 
 
 def _copy(target: Any, tensor: Tensor) -> None:

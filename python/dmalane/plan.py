@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 from ._arguments import Manifest, Paths, manifest_of, paths_of
 from ._frameworks import torch_type
 from ._last import remember
-from ._native import Buffer, Files
+from ._native import Files
+from ._onto import Gpu
 
 _PAGE = 4096
 # Bytes of tensors that are read and handed round together, at most, except for a larger one; and files, which take
@@ -269,10 +270,27 @@ class _Batch:
                 scratch += stop - start
         self.len, self.scratch = at, scratch
 
-    def read(self, files: Files) -> tuple[Buffer, Buffer | None]:
-        """Reads this rank's share."""
-        memory = files.read(self.parts, self.len)
-        return memory, files.read(self.blocks, self.scratch) if self.scratch else None
+    def begin(self, pool: ThreadPoolExecutor, files: Files, device: Any) -> Future[tuple[Any, Any]]:
+        """Begins to read this rank's share, and what it reads for an exchange: bytes on the device."""
+        import torch
+
+        wanted = [(self.parts, self.len)] + ([(self.blocks, self.scratch)] if self.scratch else [])
+        gpu = Gpu.of(torch.device(device))
+        try:
+            memories = [gpu.memory(length) for _, length in wanted] if gpu else []
+        except Exception as error:  # noqa: BLE001: the others must hear of it, as of one while reading
+            failed: Future[tuple[Any, Any]] = Future()
+            failed.set_exception(error)
+            return failed
+
+        def read() -> tuple[Any, Any]:
+            if gpu is not None:
+                come = [gpu.read(files, memory, parts) for memory, (parts, _) in zip(memories, wanted)]
+            else:
+                come = [torch.frombuffer(files.read(*one), dtype=torch.uint8).to(device) for one in wanted]
+            return come[0], come[1] if self.scratch else None
+
+        return pool.submit(read)
 
 
 def _place(at: int, in_file: int, shape: tuple[int, ...], nbytes: int) -> int:
@@ -342,7 +360,7 @@ def tensors(
     with ThreadPoolExecutor(1, thread_name_prefix="dmalane-plan") as pool, closing(files):
         batches = _batches(shares, rank, world)
         batch = next(batches, None)
-        ahead = batch and pool.submit(batch.read, files)
+        ahead = batch and batch.begin(pool, files, device)
         while batch is not None:
             memory = None
             try:
@@ -357,7 +375,7 @@ def tensors(
             if failed.item():
                 raise RuntimeError("another rank of the group could not read its share")
             following = next(batches, None)
-            ahead = following and pool.submit(following.read, files)
+            ahead = following and following.begin(pool, files, device)
             yield from _exchange(batch, memory, types, together, device)
             batch, memory = following, None
     remember(files.report)
@@ -427,12 +445,12 @@ def _wait(work: Any, seconds: float = math.inf) -> None:
 
 
 def _exchange(
-    batch: _Batch, memory: tuple[Buffer, Buffer | None], types: dict[str, Any], together: _Group, device: Any
+    batch: _Batch, memory: tuple[Any, Any], types: dict[str, Any], together: _Group, device: Any
 ) -> Iterator[tuple[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    flat, blocks = (None if one is None else torch.frombuffer(one, dtype=torch.uint8).to(device) for one in memory)
+    flat, blocks = memory
     rank, world, first = batch.rank, together.world, repr(batch.shares[0].name)
     if batch.span:
         common = flat[: world * batch.span]

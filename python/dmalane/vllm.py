@@ -41,6 +41,13 @@ def _loader() -> type:
             # The parent's way to find files, and its check of the other options, are those of safetensors.
             config = dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=extra)
             super().__init__(config)
+            self._device: Any = "cpu"
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> Any:
+            # Parameters on a GPU of CUDA copy what comes next to them: nothing crosses the link unregistered.
+            first = next(model.parameters(), None)
+            self._device = first.device if first is not None and first.device.type == "cuda" else "cpu"
+            return super().load_weights(model, model_config)
 
         def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
             found = self._prepare_weights(
@@ -70,7 +77,7 @@ def _loader() -> type:
         def _read(self, files: list[str]) -> Generator[tuple[str, torch.Tensor], None, None]:
             options = dict(self._options)
             shared = options.pop("distributed", False)
-            with safe_open(files, "pt", **options) as f:
+            with safe_open(files, "pt", self._device, **options) as f:
                 names = [name for name in f if not should_skip_weight(name, self.local_expert_ids)]
                 tensors = f.tensors(names)
                 if shared and self.local_expert_ids is not None:

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, export_dlpack};
-use dmalane::addr::{Access, Address, CardAddr, DeviceVa};
+use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
 use dmalane::load::{Block, Loaded, OpenDevice, model_heap};
@@ -32,6 +32,25 @@ fn lock(device: &Shared) -> Result<MutexGuard<'_, OpenDevice>, Failure> {
 pub(crate) struct Device {
     device: Shared,
     spec: String,
+}
+
+impl Device {
+    /// The device, when nobody else uses it.
+    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, OpenDevice>, Failure> {
+        lock(&self.device)
+    }
+}
+
+/// Lets the device use memory of other libraries: address and length of each piece. Pieces may overlap.
+pub(crate) fn borrow(device: &OpenDevice, mut pieces: Vec<(u64, u64)>) -> Result<Vec<Box<dyn Send>>, Failure> {
+    pieces.sort_unstable();
+    pieces.dedup_by(|(next, len), (first, all)| {
+        let one = next.checked_sub(*first).filter(|distance| *distance <= *all);
+        *all = one.map_or(*all, |distance| distance.saturating_add(*len).max(*all));
+        one.is_some()
+    });
+    let pieces = pieces.into_iter().filter_map(|(at, len)| Span::new(CardAddr::new(at), len));
+    pieces.map(|piece| device.borrow(piece).map_err(|e| Failure::new("DeviceError", e.to_string()))).collect()
 }
 
 #[pymethods]

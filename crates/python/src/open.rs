@@ -5,15 +5,17 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use dmalane::addr::FileOffset;
+use dmalane::addr::{CardAddr, FileOffset};
 use dmalane::file::Mode;
-use dmalane::load::fill::{Event, Extent, Job};
+use dmalane::load::fill::{Event, Extent, Job, Watch};
 use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
+use dmalane::queue::{DeviceAddr, Queue};
 use dmalane::{HostModel, ModelOptions, OpenFile, Read, ReadFiles, ReadOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::device::{self, Device};
 use crate::failure::Failure;
 use crate::interrupt::{self, Progress};
 use crate::manifest::ManifestOf;
@@ -35,10 +37,19 @@ fn run<T: Send>(
     py: Python<'_>,
     total: u64,
     told: Option<&Py<PyAny>>,
-    read: impl FnOnce(&mut dmalane::load::fill::Watch<'_>) -> Result<T, dmalane::load::Error> + Send,
+    read: impl FnOnce(&mut Watch<'_>) -> Result<T, LoadError> + Send,
 ) -> PyResult<T> {
     let read = |progress: &Progress| read(&mut |event: Event| progress.watch(&event));
     Ok(interrupt::run(py, total, told, read)?.map_err(Failure::from)?)
+}
+
+/// Parts of tensors, and their bytes.
+fn parts_of(parts: Vec<(String, u64, u64, u64)>) -> (Vec<Part>, u64) {
+    let part = |(name, start, stop, to)| Part { name, bytes: start..stop, to };
+    let parts: Vec<Part> = parts.into_iter().map(part).collect();
+    let bytes = |n: u64, part: &Part| n.saturating_add(part.bytes.end.saturating_sub(part.bytes.start));
+    let total = parts.iter().fold(0, bytes);
+    (parts, total)
 }
 
 #[pymethods]
@@ -144,12 +155,42 @@ impl Files {
     /// `(name, start, stop, place)`. The other bytes are zero. Whole tensors are compared with the manifest.
     fn read(&self, py: Python<'_>, parts: Vec<(String, u64, u64, u64)>, len: u64) -> PyResult<Buffer> {
         let model = self.model.get()?;
-        let part = |(name, start, stop, to)| Part { name, bytes: start..stop, to };
-        let parts: Vec<Part> = parts.into_iter().map(part).collect();
-        let total =
-            parts.iter().fold(0u64, |n, part| n.saturating_add(part.bytes.end.saturating_sub(part.bytes.start)));
+        let (parts, total) = parts_of(parts);
         let buf = run(py, total, None, |watch| model.read_parts(&parts, len, watch))?;
         Ok(Buffer::from_shared(buf, len.max(1) as usize))
+    }
+
+    /// Reads bytes `start..stop` of tensors onto a device, for each part `(name, start, stop, place)` to `place` bytes
+    /// behind `address`, through memory that is registered once. `lent` is the memory there, address and length of each
+    /// piece, that of `owner`, which lives on where the device may still write to it after an error.
+    fn read_onto(
+        &self,
+        py: Python<'_>,
+        device: &Device,
+        address: u64,
+        parts: Vec<(String, u64, u64, u64)>,
+        lent: Vec<(u64, u64)>,
+        owner: Py<PyAny>,
+    ) -> PyResult<()> {
+        let model = self.model.get()?;
+        let (parts, total) = parts_of(parts);
+        let (read, late) = interrupt::run(py, total, None, |progress| {
+            let mut device = device.lock()?;
+            let _lent = device::borrow(&device, lent)?;
+            let place = DeviceAddr::Card(CardAddr::new(address));
+            let mut watch = |event: Event| progress.watch(&event);
+            let read = model.read_parts_onto(&mut device, place, &parts, &mut watch);
+            Ok::<_, Failure>((read, device.queue_mut().in_flight() > 0))
+        })??;
+        if late {
+            std::mem::forget(owner);
+        }
+        Ok(read.map_err(Failure::from)?)
+    }
+
+    /// The same files with the same limit and reports, whose `close` ends its own reads alone.
+    fn apart(&self) -> PyResult<Self> {
+        Ok(Self { model: OfProcess::new(self.model.get()?.apart()) })
     }
 
     /// Begins to read the tensors in the order of their bytes, all or those of these names.

@@ -1,8 +1,11 @@
-"""Model files for the tests of the package."""
+"""Model files and a driver for the tests of the package."""
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
+from package.fake_driver import FakeDriver
 from package.models import random_tensors, write_model
 
 
@@ -20,3 +23,18 @@ def large(tmp_path_factory):
     block = os.urandom(4 << 20)
     tensors = {f"layer.{i:02}": ("F32", [1024, 1024], bytes([i]) * 64 + block[64:]) for i in range(24)}
     return write_model(path, tensors)
+
+
+@pytest.fixture
+def driver():
+    """Built beside the program that `scripts/check` tests."""
+    program = os.environ.get("DMALANE_BIN", Path(__file__).parents[3] / "target/debug/dmalane")
+    path = Path(program).resolve().with_name("libdmalane_fake_cuda.so")
+    if not path.is_file():
+        pytest.skip(f"{path} was not built")
+    driver = FakeDriver(path)
+    driver.begin()
+    yield driver
+    gc.collect()
+    driver.end()
+    assert driver.report() == ["", ""], "nothing is left, and nothing was done wrong"

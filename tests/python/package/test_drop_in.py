@@ -218,9 +218,9 @@ def test_a_module_with_tied_weights_is_saved_and_loaded(tmp_path):
     # The half of a weight is not the whole, which is the half.
     halves = torch.nn.Module()
     halves.whole = torch.nn.Parameter(torch.zeros(2, 4))
-    halves.half = torch.nn.Parameter(halves.whole.data[0])
-    half, whole = tmp_path / "half", tmp_path / "whole"
-    dmalane.torch.save_file({"half": torch.ones(4)}, half)
+    halves.upper = torch.nn.Parameter(halves.whole.data[0])
+    half, whole = tmp_path / "upper", tmp_path / "whole"
+    dmalane.torch.save_file({"upper": torch.ones(4)}, half)
     dmalane.torch.save_file({"whole": torch.ones(2, 4)}, whole)
     with pytest.raises(RuntimeError, match="missing in the file: whole"):
         dmalane.torch.load_model(halves, half)

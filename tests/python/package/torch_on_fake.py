@@ -1,0 +1,121 @@
+"""PyTorch on the CUDA driver in software: the real one, or where it is not installed a small one over NumPy.
+
+Its tensors "on the GPU" lie in host memory that the driver takes for the GPU's: it refuses every copy elsewhere.
+"""
+
+import contextlib
+import types
+
+import ml_dtypes
+import numpy as np
+
+NAMES = {
+    "bool": "bool", "uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
+    "uint64": "<u8", "int64": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
+    "bfloat16": ml_dtypes.bfloat16, "float8_e5m2": ml_dtypes.float8_e5m2, "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu, "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+}  # fmt: skip
+
+
+class Tensor(np.ndarray):
+    """An array with the methods of a tensor that are called here."""
+
+    device = types.SimpleNamespace(type="cpu")
+
+    def view(self, *to):
+        if len(to) == 1 and isinstance(to[0], np.dtype):
+            return super().view(to[0])
+        return self.reshape(*to)
+
+    def data_ptr(self):
+        return self.ctypes.data
+
+    def is_contiguous(self):
+        return self.flags.c_contiguous
+
+    def contiguous(self):
+        return np.ascontiguousarray(self).view(Tensor) if self.ndim else self
+
+    def numel(self):
+        return self.size
+
+
+class Device:
+    """`torch.device`."""
+
+    def __init__(self, name, index=None):
+        if isinstance(name, Device):
+            name = str(name)
+        if isinstance(name, int):
+            name = f"cuda:{name}"
+        self.type, _, number = name.partition(":")
+        if self.type not in ("cpu", "cuda", "meta"):
+            raise RuntimeError(f"no device {name}")
+        self.index = int(number) if number else index
+
+    def __str__(self):
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+    def __eq__(self, other):
+        return str(self) == str(other)
+
+    def __hash__(self):
+        return hash(str(self))
+
+
+def of_numpy():
+    """A module as PyTorch is, as far as the package calls it."""
+    torch = types.ModuleType("torch")
+    for name, kind in NAMES.items():
+        setattr(torch, name, np.dtype(kind))
+    torch.Tensor, torch.device, torch.no_grad = Tensor, Device, contextlib.nullcontext
+    torch.version = types.SimpleNamespace(hip=None)
+    torch.empty = lambda shape, *, dtype: np.empty(shape, dtype).view(Tensor)
+    torch.frombuffer = lambda buffer, *, dtype: np.frombuffer(buffer, dtype).view(Tensor)
+    torch.cuda = types.SimpleNamespace()
+    torch.utils = types.ModuleType("torch.utils")
+    torch.utils.dlpack = types.ModuleType("torch.utils.dlpack")
+    torch.utils.dlpack.to_dlpack = torch.utils.dlpack.from_dlpack = lambda tensor: tensor
+    return torch
+
+
+class OnFake:
+    """Puts a module of PyTorch on the driver in software, until the test ends."""
+
+    def __init__(self, torch, driver, monkeypatch):
+        self.torch, self.driver, self.adopted, self.waits = torch, driver, [], 0
+        monkeypatch.setenv("DMALANE_CUDA_LIB", str(driver.path))
+        for name in ("torch", "torch.utils", "torch.utils.dlpack"):
+            module = torch
+            for part in name.split(".")[1:]:
+                module = getattr(module, part)
+            monkeypatch.setitem(__import__("sys").modules, name, module)
+        empty = torch.empty
+
+        def on_gpu(shape, *, dtype, device=None):
+            tensor = empty(shape, dtype=dtype)
+            return tensor if device is None or torch.device(device).type == "cpu" else self.adopt(tensor)
+
+        stream = types.SimpleNamespace(synchronize=self.wait)
+        for name, value in (("init", lambda: None), ("current_device", lambda: 0)):
+            monkeypatch.setattr(torch.cuda, name, value, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream, raising=False)
+        monkeypatch.setattr(torch, "empty", on_gpu)
+
+    def wait(self):
+        self.waits += 1
+
+    def adopt(self, tensor):
+        """Lets the driver take the memory of a tensor for the GPU's. It stays: addresses are not used again."""
+        if tensor.numel():
+            nbytes = tensor.numel() * tensor.dtype.itemsize
+            self.driver.control(f"adopt {tensor.data_ptr()} {nbytes}")
+            self.adopted.append(tensor)
+        return tensor
+
+    def calls(self, name):
+        return self.driver.control(f"calls {name}")
+
+    def copied(self):
+        return self.driver.control("copied")
