@@ -75,7 +75,7 @@ impl PlainBinds {
         if let Some(missing) = self.bound.iter().position(|bound| !bound) {
             return Err(Error::NotAllocated(self.at + missing as u64 * self.page));
         }
-        let range = Range { len: self.memory.len(), handle: None, writable: false, closed: false };
+        let range = Range { len: self.memory.len(), handle: None, lent: false, writable: false, closed: false };
         self.context.mapped_mut().insert(self.at, range);
         let seen = look(DeviceVa::new(self.at));
         self.context.mapped_mut().remove(&self.at);

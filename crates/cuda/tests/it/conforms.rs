@@ -226,6 +226,39 @@ fn two_devices_share_registrations_and_partly_registered_memory_is_refused() {
 }
 
 #[test]
+fn memory_of_another_library_is_used_while_it_is_lent() {
+    let fake = Fake::turn();
+    fake.set("gpus", 2);
+    let open = |n: u32| Gpu::open(&Name { gpu: n.to_string(), ..named(&fake, Binds::Flat) }).unwrap();
+    // Of what another device has allocated on the same GPU this one knows as little as of PyTorch's memory.
+    let (mut ours, mut other, mut far) = (open(0), open(0), open(1));
+    let (_, span) = other.allocate(2 << 20).unwrap();
+    let (_, own) = ours.allocate(2 << 20).unwrap();
+    let (_, elsewhere) = far.allocate(2 << 20).unwrap();
+    let at = |offset: u64| DeviceAddr::Card(span.first()).advance(offset).unwrap();
+    assert!(ours.write(0, at(0), b"not lent").is_err());
+    let part = span.sub(4096, 8192).unwrap();
+    let lent = ours.device.borrow(part).unwrap();
+    ours.write(0, at(4096), b"lent").unwrap();
+    ours.write(1, at(4096 + 8192 - 3), b"end").unwrap();
+    assert_eq!(other.read(0, at(4096), 4).unwrap(), b"lent");
+    assert_eq!(other.read(0, at(4096 + 8192 - 3), 3).unwrap(), b"end");
+    assert!(ours.write(0, at(4096 + 8192 - 2), b"out").is_err(), "a byte behind it");
+    assert!(ours.write(0, at(4095), b"in").is_err(), "a byte before it");
+    let host = vec![0u8; 8192];
+    let of_host = Span::new(dmalane_addr::CardAddr::new(host.as_ptr().addr() as u64), 4096).unwrap();
+    let beyond = Span::new(span.first(), (2 << 20) + 1).unwrap();
+    for refused in [part, span, own, elsewhere, of_host, beyond] {
+        assert!(ours.device.borrow(refused).is_err(), "{refused:?}");
+    }
+    drop(lent);
+    assert!(ours.write(0, at(4096), b"given back").is_err());
+    drop(ours.device.borrow(span).unwrap());
+    drop((ours, other, far));
+    fake.assert_clean("lent");
+}
+
+#[test]
 fn operations_that_the_driver_has_not_got_are_taken_back() {
     let fake = Fake::turn();
     let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();

@@ -111,6 +111,7 @@ fn everything(name: &Name) -> Result<(), String> {
     if name.binds != Binds::Flat {
         bound(&mut gpu, &table)?;
     }
+    drop(name.open().map_err(|e| text(&e))?.borrow(span).map_err(|e| text(&e))?);
     let exported = gpu.device.gpu().dma_buf;
     drop(exported.then(|| gpu.device.export_dma_buf(span).map_err(|e| text(&e))).transpose()?);
     gpu.memory.free(table.segments()).map_err(|e| text(&e))
