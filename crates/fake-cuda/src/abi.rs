@@ -795,6 +795,7 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
         }
         "copied" => return state.copied as i64,
         "link" => state.settings.link = number(1),
+        "idle" => state.settings.idle = number(1) > 0,
         "delay" => state.settings.delay = Duration::from_micros(number(1)),
         "calls" => return state.calls.get(words[1]).map_or(0, |n| *n as i64),
         "reset" => {

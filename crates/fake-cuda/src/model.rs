@@ -123,6 +123,8 @@ pub(crate) struct Settings {
     pub lost: u64,
     /// Bytes per second of each direction of the link to the host; 0 for no limit.
     pub link: u64,
+    /// Copies end without being made, which takes no processor: for measurements.
+    pub idle: bool,
 }
 
 impl Default for Settings {
@@ -137,6 +139,7 @@ impl Default for Settings {
             held: false,
             lost: 0,
             link: 0,
+            idle: false,
         }
     }
 }
@@ -226,7 +229,9 @@ impl Model {
                         1 => {}
                         lost => {
                             state.settings.lost = lost.saturating_sub(1);
-                            copy(&state, &job);
+                            if !state.settings.idle {
+                                copy(&state, &job);
+                            }
                             if let Source::Place(Place::Host(_), _) = job.from {
                                 state.copied += job.row * job.rows;
                             }
