@@ -85,14 +85,14 @@ fn cases(cold: usize) -> Vec<Case> {
 }
 
 /// A card, opened, with its memory touched.
-struct Bench {
-    bus: Arc<SoftBus>,
-    card: Card<SoftBus>,
+pub struct Bench {
+    pub bus: Arc<SoftBus>,
+    pub card: Card<SoftBus>,
     heap: AnonHeap,
 }
 
 impl Bench {
-    fn new(workers: Workers, fragmentation: f64, ddr: usize) -> Result<Self> {
+    pub fn new(workers: Workers, fragmentation: f64, ddr: usize) -> Result<Self> {
         let host = SoftHost::new(HostConfig { fragmentation, ..HostConfig::default() })?;
         let config = CardConfig { workers, ddr: ddr as u64, hbm: 4 << 20, ..CardConfig::default() };
         let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, config)?);
@@ -102,7 +102,7 @@ impl Bench {
         Ok(Self { bus, card, heap })
     }
 
-    fn buffer(&self, len: usize) -> Result<(SharedBuf, Registered)> {
+    pub fn buffer(&self, len: usize) -> Result<(SharedBuf, Registered)> {
         let mut buf = self.heap.allocate(len)?;
         for (i, word) in buf.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             *word = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
@@ -114,19 +114,19 @@ impl Bench {
 }
 
 /// A walk by a queue: its operations in the order of their addresses.
-struct Walk {
-    queue: CardQueue<SoftBus>,
-    ready: VecDeque<Operation>,
+pub struct Walk<Q> {
+    queue: Q,
+    pub ready: VecDeque<Operation>,
     ended: Vec<Completion>,
 }
 
 /// Operations in flight at most.
 const DEPTH: usize = 32;
 
-impl Walk {
+impl<Q: Queue<Addr = DeviceAddr>> Walk<Q> {
     /// Cuts the first `region` bytes of a buffer into operations, against card memory from `at` on.
-    fn new(
-        queue: CardQueue<SoftBus>,
+    pub fn new(
+        queue: Q,
         slice: BufferSlice,
         via: &Registered,
         direction: Direction,
@@ -153,7 +153,7 @@ impl Walk {
 
     /// So many times over the region, at most [`DEPTH`] operations in flight. Each that ends makes room for the next,
     /// which is itself where the region has no more of them.
-    fn walk(&mut self, times: usize) {
+    pub fn walk(&mut self, times: usize) {
         let Self { queue, ready, ended } = self;
         let mut left = times * ready.len();
         let depth = DEPTH.min(ready.len());
@@ -163,7 +163,7 @@ impl Walk {
             let _ticket = queue.submit(operation).expect("room");
         }
         while left > 0 {
-            queue.poll(ended);
+            queue.wait(ended, LONG);
             for Completion { operation, result, .. } in ended.drain(..) {
                 assert!(result.is_ok());
                 left -= 1;
@@ -315,7 +315,12 @@ fn inline(options: &Options, direction: Direction, name: &str, report: &mut Repo
 }
 
 /// Joins the slices again, after comparing their bytes with those of the card.
-fn check(mut walk: Walk, bench: &Bench, rest: BufferSlice, direction: Direction) -> Result<SharedBuf> {
+fn check(
+    mut walk: Walk<CardQueue<SoftBus>>,
+    bench: &Bench,
+    rest: BufferSlice,
+    direction: Direction,
+) -> Result<SharedBuf> {
     let mut whole: Option<BufferSlice> = None;
     for operation in std::mem::take(&mut walk.ready) {
         let Some(slice) = operation.into_slice() else { return Err("an operation without memory".into()) };
@@ -373,7 +378,7 @@ fn worker(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 /// Both walks once, the operations of both in flight at the same time.
-fn both(walks: &mut [Walk]) {
+fn both(walks: &mut [Walk<CardQueue<SoftBus>>]) {
     let mut waiting: Vec<_> = walks.iter_mut().map(|w| std::mem::take(&mut w.ready).into_iter().peekable()).collect();
     loop {
         let mut busy = false;
