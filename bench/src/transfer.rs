@@ -245,6 +245,9 @@ pub fn run(options: &Options) -> Result<Report> {
     if chosen("doorbell") {
         doorbell(options, &mut report)?;
     }
+    if chosen("gather") {
+        gather(options, &mut report)?;
+    }
     if chosen("registered") {
         registered(options, &mut report)?;
     }
@@ -453,6 +456,63 @@ fn doorbell(options: &Options, report: &mut Report) -> Result<()> {
     let batch = row(report, "submit, a flush for 32", &samples[1]);
     report.at_most_in("submit + flush", 50.0, one, "ns, at most");
     report.at_most_in("submit in a batch of 32", 20.0, batch, "ns, at most");
+    Ok(())
+}
+
+/// A list of copies as one operation, against as many operations.
+fn gather(options: &Options, report: &mut Report) -> Result<()> {
+    for case in cases(options.cold).into_iter().filter(|c| c.hot && c.size < MIB) {
+        let bench = Bench::new(Workers::Inline, 0.5, 16 * MIB)?;
+        let (direction, hint) = (Direction::FromHost, CacheHint::Hot);
+        let (buf, via) = bench.buffer(case.region)?;
+        let mut walk = Walk::new(bench.card.queue(0)?, buf.into_slice(), &via, direction, case.size, 0, hint)?;
+        let (buf, via) = bench.buffer(case.region)?;
+        let (mut hosts, mut rest, at) = (Vec::new(), buf.into_slice(), 8 * MIB);
+        while !rest.is_empty() {
+            let (slice, more) = rest.split_at(case.size).map_err(|_| "a region of whole copies")?;
+            hosts.push((slice, via.clone()).into());
+            rest = more;
+        }
+        let place = |n: usize| (DeviceAddr::Card(CardAddr::new((at + n * case.size) as u64)), case.size as u64);
+        let parts = hosts.len();
+        let mut list = Some(Operation::gather(direction, hosts, (0..parts).map(place).collect()).hint(hint));
+        let (mut queue, mut ended) = (bench.card.queue(1)?, Vec::new());
+        let mut plain = Plain::new(case.region)?;
+        let mut samples: [Vec<f64>; 3] = Default::default();
+        let turns = case.total() / case.region;
+        for round in 0..options.rounds + 1 {
+            let keep = second(|| plain.walk(&case, direction, Some(CopyHint::Keep)));
+            let single = second(|| walk.walk(turns));
+            let lists = second(|| {
+                for _ in 0..turns {
+                    let _only = queue.submit(list.take().expect("the list")).expect("room");
+                    queue.wait(&mut ended, LONG);
+                    let Completion { operation, result, .. } = ended.pop().expect("one");
+                    assert!(result.is_ok());
+                    list = Some(operation);
+                }
+            });
+            if round > 0 {
+                samples.iter_mut().zip([keep, single, lists]).for_each(|(samples, took)| samples.push(took));
+            }
+        }
+        let (mut mine, mut there) = (vec![0; case.size], vec![0; case.size]);
+        for (n, host) in list.iter().flat_map(Operation::hosts).enumerate() {
+            host.slice.read(0, &mut mine).ok_or("a short slice")?;
+            bench.bus.memory().read(CardAddr::new((at + n * case.size) as u64), &mut there)?;
+            if mine != there {
+                return Err(format!("part {n} of the list differs").into());
+            }
+        }
+        let label = format!("gather {}", case.name());
+        let items = Details { items: Some((case.total() / case.size) as u64), ..Details::default() };
+        let variants = ["plain copy", "card, an operation each", "card, one list"];
+        let medians =
+            [0, 1, 2].map(|n| report.detailed_row(&label, variants[n], case.total() as u64, &samples[n], items));
+        report.at_most(&format!("{label}: a list / as many operations"), 1.0, medians[2] / medians[1]);
+        let goal = if case.size <= 4 * KIB { 0.85 } else { 0.97 };
+        report.at_least(&format!("{label}: share of the reference"), goal, medians[0] / medians[2]);
+    }
     Ok(())
 }
 
