@@ -17,8 +17,8 @@ pub(crate) struct Phases<A> {
     page: PageSize,
     /// (r in pages, reach less one, first).
     ranges: BTreeSet<(usize, u64, A)>,
-    /// The longest reach less one below each node. Node 1 is the root, nodes `2 * n` and `2 * n + 1` are below node `n`,
-    /// the leaves are the last half.
+    /// The longest reach less one below each node. Node 1 is the root, nodes `2 * n` and `2 * n + 1` are below node
+    /// `n`, the leaves are the last half.
     longest: Vec<Option<u64>>,
 }
 

@@ -72,8 +72,8 @@ struct Inner<Q: Queue> {
     front: Mutex<Front<Q::Addr>>,
 }
 
-/// Locked by the one that polls the queue. Threads that look at the lock must not slow that one down: it lies on another
-/// cache line.
+/// Locked by the one that polls the queue. Threads that look at the lock must not slow that one down: it lies on
+/// another cache line.
 #[repr(align(128))]
 struct Back<Q: Queue> {
     queue: Q,
@@ -412,12 +412,15 @@ impl<Q: Queue> Back<Q> {
         }
         self.deadline = None;
         for completion in &mut *ended {
-            let place = match owners.front() {
-                Some((oldest, ..)) if *oldest == completion.ticket => Some(0),
-                _ => owners.iter().position(|(theirs, ..)| *theirs == completion.ticket),
+            // Most queues end operations in order.
+            let (_, ours, handle) = match owners.pop_front() {
+                Some(oldest) if oldest.0 == completion.ticket => oldest,
+                other => {
+                    other.into_iter().for_each(|oldest| owners.push_front(oldest));
+                    let place = owners.iter().position(|(theirs, ..)| *theirs == completion.ticket);
+                    place.and_then(|at| owners.remove(at)).expect("a queue gives each operation back once")
+                }
             };
-            let owner = if place == Some(0) { owners.pop_front() } else { place.and_then(|at| owners.remove(at)) };
-            let (_, ours, handle) = owner.expect("a queue gives each operation back once");
             completion.ticket = ours;
             match runs.last_mut() {
                 Some((of, n)) if *of == handle => *n += 1,
@@ -594,6 +597,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         self.in_flight
     }
 
+    #[inline]
     fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
         match self.check(&operation) {
             Ok(()) => {
