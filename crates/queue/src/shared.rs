@@ -632,7 +632,7 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         let (mut polls, mut watches) = (0, false);
         while n == 0 && self.in_flight > 0 {
             let left = deadline.map_or(SLEEP, |d| d.saturating_duration_since(Instant::now()));
-            polls += 1;
+            polls = u32::saturating_add(polls, 1);
             match polls {
                 _ if left.is_zero() => break,
                 ..SPINS => std::hint::spin_loop(),
