@@ -127,6 +127,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         report.note(name, "cached allocate and free / map and unmap", (take_cached + give_cached) / mapped);
     }
     unaligned_holes(&mut report, options.rounds)?;
+    phases(&mut report, options.rounds)?;
     many_lengths(&mut report, options.rounds)?;
     Ok(report)
 }
@@ -163,6 +164,57 @@ fn unaligned_holes(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std
         let give = report.detailed_row(&case, "ours: RangeAllocator, free", LEN, &samples[1], details);
         for (what, seconds) in [("allocate", take), ("free", give)] {
             report.at_most_in(&format!("{case}: {what}"), 2.0, 1e6 * seconds, "us, at most");
+        }
+    }
+    Ok(())
+}
+
+/// Ranges at a phase behind a multiple of 2 MiB, among holes of which some, or none, have room there.
+fn phases(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::error::Error>> {
+    const BLOCK: u64 = 2 << 20;
+    for holes in [100_000u64, 1_000_000] {
+        let mut iovas =
+            RangeAllocator::new(Span::new(Iova::new(0), BLOCK * holes).ok_or("a space")?, PageSize::SIZE_4K);
+        // One page in use of every 2 MiB, in its first half, which leaves holes of 352 and of 608 pages.
+        let place = |n: u64| n * BLOCK + (n * 97 % 256 + 1) * PAGE;
+        for n in 0..holes {
+            iovas.reserve(Span::new(Iova::new(place(n)), PAGE).ok_or("a page")?)?;
+        }
+        let (mut take, mut give, mut refuse) = (Vec::new(), Vec::new(), Vec::new());
+        for round in 0..=rounds {
+            let mut found = Vec::with_capacity(STEPS);
+            let phase = |n: usize| (place(n as u64 * holes / STEPS as u64) + PAGE) % BLOCK;
+            let taken = time(|| {
+                found.extend((0..STEPS).map(|n| iovas.allocate_at(BLOCK / 2, PageSize::SIZE_2M, phase(n))));
+            });
+            let found: Vec<Span<Iova>> = found.into_iter().collect::<Result<_, _>>()?;
+            if (0..STEPS).any(|n| found[n].first().bits() % BLOCK != phase(n) || found[n].len() != BLOCK / 2) {
+                return Err("a range at another phase, or of another length".into());
+            }
+            let given = time(|| found.iter().for_each(|&span| iovas.free(span).expect("taken before, by nobody else")));
+            let mut refused = 0;
+            let none = time(|| {
+                for n in 0..STEPS as u64 {
+                    let got = iovas.allocate_at(600 * PAGE, PageSize::SIZE_2M, (300 + n) * PAGE);
+                    refused += usize::from(got.is_err());
+                }
+            });
+            if refused != STEPS {
+                return Err("a range where there is none".into());
+            }
+            // The first round brings the ranges into the order that this needs.
+            if round > 0 {
+                for (samples, seconds) in [(&mut take, taken), (&mut give, given), (&mut refuse, none)] {
+                    samples.push(seconds / STEPS as f64);
+                }
+            }
+        }
+        let case = format!("1M at a phase, {holes} holes");
+        let details = Details { items: Some(1), ..Details::default() };
+        for (what, samples) in [("allocate_at", take), ("free", give), ("allocate_at, refused", refuse)] {
+            let seconds =
+                report.detailed_row(&case, &format!("ours: RangeAllocator, {what}"), BLOCK, &samples, details);
+            report.at_most_in(&format!("{case}: {what}"), 5.0, 1e6 * seconds, "us, at most");
         }
     }
     Ok(())

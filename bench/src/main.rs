@@ -26,6 +26,7 @@ mod peers;
 mod policy;
 mod report;
 mod sg_index;
+mod shared;
 mod slow;
 mod subject;
 mod threads;
@@ -94,6 +95,8 @@ enum Bench {
     OneSgIndex(sg_index::One),
     /// Copies by the card, hot and cold, inline and with a worker, beside plain and streaming copies
     Transfer(transfer::Options),
+    /// Threads that share a queue, beside a queue for each
+    Shared(shared::Options),
     /// The same copies by a card in this process and through a daemon, and two clients of a daemon
     Daemon(daemon::Options),
     /// Split policies over modelled links, beside the optimum
@@ -134,6 +137,7 @@ fn main() -> ExitCode {
         Bench::OneVmBind(options) => return done(vm_bind::one(&options)),
         Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
         Bench::Transfer(options) => transfer::run(&options),
+        Bench::Shared(options) => shared::run(&options),
         Bench::Daemon(options) => daemon::run(&options),
         Bench::Policy(options) => policy::run(&options),
         Bench::Limits(options) => limits::run(&options),

@@ -85,14 +85,14 @@ fn cases(cold: usize) -> Vec<Case> {
 }
 
 /// A card, opened, with its memory touched.
-struct Bench {
-    bus: Arc<SoftBus>,
-    card: Card<SoftBus>,
+pub struct Bench {
+    pub bus: Arc<SoftBus>,
+    pub card: Card<SoftBus>,
     heap: AnonHeap,
 }
 
 impl Bench {
-    fn new(workers: Workers, fragmentation: f64, ddr: usize) -> Result<Self> {
+    pub fn new(workers: Workers, fragmentation: f64, ddr: usize) -> Result<Self> {
         let host = SoftHost::new(HostConfig { fragmentation, ..HostConfig::default() })?;
         let config = CardConfig { workers, ddr: ddr as u64, hbm: 4 << 20, ..CardConfig::default() };
         let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, config)?);
@@ -102,7 +102,7 @@ impl Bench {
         Ok(Self { bus, card, heap })
     }
 
-    fn buffer(&self, len: usize) -> Result<(SharedBuf, Registered)> {
+    pub fn buffer(&self, len: usize) -> Result<(SharedBuf, Registered)> {
         let mut buf = self.heap.allocate(len)?;
         for (i, word) in buf.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             *word = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
@@ -114,19 +114,19 @@ impl Bench {
 }
 
 /// A walk by a queue: its operations in the order of their addresses.
-struct Walk {
-    queue: CardQueue<SoftBus>,
-    ready: VecDeque<Operation>,
+pub struct Walk<Q> {
+    queue: Q,
+    pub ready: VecDeque<Operation>,
     ended: Vec<Completion>,
 }
 
 /// Operations in flight at most.
 const DEPTH: usize = 32;
 
-impl Walk {
+impl<Q: Queue<Addr = DeviceAddr>> Walk<Q> {
     /// Cuts the first `region` bytes of a buffer into operations, against card memory from `at` on.
-    fn new(
-        queue: CardQueue<SoftBus>,
+    pub fn new(
+        queue: Q,
         slice: BufferSlice,
         via: &Registered,
         direction: Direction,
@@ -153,7 +153,7 @@ impl Walk {
 
     /// So many times over the region, at most [`DEPTH`] operations in flight. Each that ends makes room for the next,
     /// which is itself where the region has no more of them.
-    fn walk(&mut self, times: usize) {
+    pub fn walk(&mut self, times: usize) {
         let Self { queue, ready, ended } = self;
         let mut left = times * ready.len();
         let depth = DEPTH.min(ready.len());
@@ -163,7 +163,7 @@ impl Walk {
             let _ticket = queue.submit(operation).expect("room");
         }
         while left > 0 {
-            queue.poll(ended);
+            queue.wait(ended, LONG);
             for Completion { operation, result, .. } in ended.drain(..) {
                 assert!(result.is_ok());
                 left -= 1;
@@ -245,6 +245,9 @@ pub fn run(options: &Options) -> Result<Report> {
     if chosen("doorbell") {
         doorbell(options, &mut report)?;
     }
+    if chosen("gather") {
+        gather(options, &mut report)?;
+    }
     if chosen("registered") {
         registered(options, &mut report)?;
     }
@@ -315,7 +318,12 @@ fn inline(options: &Options, direction: Direction, name: &str, report: &mut Repo
 }
 
 /// Joins the slices again, after comparing their bytes with those of the card.
-fn check(mut walk: Walk, bench: &Bench, rest: BufferSlice, direction: Direction) -> Result<SharedBuf> {
+fn check(
+    mut walk: Walk<CardQueue<SoftBus>>,
+    bench: &Bench,
+    rest: BufferSlice,
+    direction: Direction,
+) -> Result<SharedBuf> {
     let mut whole: Option<BufferSlice> = None;
     for operation in std::mem::take(&mut walk.ready) {
         let Some(slice) = operation.into_slice() else { return Err("an operation without memory".into()) };
@@ -373,7 +381,7 @@ fn worker(options: &Options, report: &mut Report) -> Result<()> {
 }
 
 /// Both walks once, the operations of both in flight at the same time.
-fn both(walks: &mut [Walk]) {
+fn both(walks: &mut [Walk<CardQueue<SoftBus>>]) {
     let mut waiting: Vec<_> = walks.iter_mut().map(|w| std::mem::take(&mut w.ready).into_iter().peekable()).collect();
     loop {
         let mut busy = false;
@@ -448,6 +456,63 @@ fn doorbell(options: &Options, report: &mut Report) -> Result<()> {
     let batch = row(report, "submit, a flush for 32", &samples[1]);
     report.at_most_in("submit + flush", 50.0, one, "ns, at most");
     report.at_most_in("submit in a batch of 32", 20.0, batch, "ns, at most");
+    Ok(())
+}
+
+/// A list of copies as one operation, against as many operations.
+fn gather(options: &Options, report: &mut Report) -> Result<()> {
+    for case in cases(options.cold).into_iter().filter(|c| c.hot && c.size < MIB) {
+        let bench = Bench::new(Workers::Inline, 0.5, 16 * MIB)?;
+        let (direction, hint) = (Direction::FromHost, CacheHint::Hot);
+        let (buf, via) = bench.buffer(case.region)?;
+        let mut walk = Walk::new(bench.card.queue(0)?, buf.into_slice(), &via, direction, case.size, 0, hint)?;
+        let (buf, via) = bench.buffer(case.region)?;
+        let (mut hosts, mut rest, at) = (Vec::new(), buf.into_slice(), 8 * MIB);
+        while !rest.is_empty() {
+            let (slice, more) = rest.split_at(case.size).map_err(|_| "a region of whole copies")?;
+            hosts.push((slice, via.clone()).into());
+            rest = more;
+        }
+        let place = |n: usize| (DeviceAddr::Card(CardAddr::new((at + n * case.size) as u64)), case.size as u64);
+        let parts = hosts.len();
+        let mut list = Some(Operation::gather(direction, hosts, (0..parts).map(place).collect()).hint(hint));
+        let (mut queue, mut ended) = (bench.card.queue(1)?, Vec::new());
+        let mut plain = Plain::new(case.region)?;
+        let mut samples: [Vec<f64>; 3] = Default::default();
+        let turns = case.total() / case.region;
+        for round in 0..options.rounds + 1 {
+            let keep = second(|| plain.walk(&case, direction, Some(CopyHint::Keep)));
+            let single = second(|| walk.walk(turns));
+            let lists = second(|| {
+                for _ in 0..turns {
+                    let _only = queue.submit(list.take().expect("the list")).expect("room");
+                    queue.wait(&mut ended, LONG);
+                    let Completion { operation, result, .. } = ended.pop().expect("one");
+                    assert!(result.is_ok());
+                    list = Some(operation);
+                }
+            });
+            if round > 0 {
+                samples.iter_mut().zip([keep, single, lists]).for_each(|(samples, took)| samples.push(took));
+            }
+        }
+        let (mut mine, mut there) = (vec![0; case.size], vec![0; case.size]);
+        for (n, host) in list.iter().flat_map(Operation::hosts).enumerate() {
+            host.slice.read(0, &mut mine).ok_or("a short slice")?;
+            bench.bus.memory().read(CardAddr::new((at + n * case.size) as u64), &mut there)?;
+            if mine != there {
+                return Err(format!("part {n} of the list differs").into());
+            }
+        }
+        let label = format!("gather {}", case.name());
+        let items = Details { items: Some((case.total() / case.size) as u64), ..Details::default() };
+        let variants = ["plain copy", "card, an operation each", "card, one list"];
+        let medians =
+            [0, 1, 2].map(|n| report.detailed_row(&label, variants[n], case.total() as u64, &samples[n], items));
+        report.at_most(&format!("{label}: a list / as many operations"), 1.0, medians[2] / medians[1]);
+        let goal = if case.size <= 4 * KIB { 0.85 } else { 0.97 };
+        report.at_least(&format!("{label}: share of the reference"), goal, medians[0] / medians[2]);
+    }
     Ok(())
 }
 

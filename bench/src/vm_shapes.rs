@@ -11,7 +11,7 @@ use dmalane::iopt::{AgxUat, Entry, Format, HeapTables, PageTable, TablePool, Tab
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 use dmalane::vm::{BindRequest, Bo, Vm};
 
-use crate::binders::{BTREE, Binder, OURS, make};
+use crate::binders::{BASE, BTREE, Binder, OURS, make};
 use crate::buffers::{Layout, PAGE, of_pages};
 use crate::clock::cpu_time;
 use crate::mt19937::Mt19937;
@@ -87,6 +87,7 @@ pub fn run(report: &mut Report, rounds: usize) -> Result<(), Error> {
         let name = format!("one page in each 32 MiB, {what}: ours / BTreeMap and the page table alone");
         report.at_most(&name, 1.0, ours / (btree + table));
     }
+    small(report, rounds)?;
     few_among_many(report, rounds)?;
     replaced(report, rounds)?;
     walked(report, rounds)?;
@@ -99,6 +100,47 @@ fn rows(report: &mut Report, case: &str, items: u64, samples: &[Vec<f64>]) -> [f
     let row = |(name, samples): (&str, &Vec<f64>)| report.detailed_row(case, name, items * PAGE, samples, details());
     let found: Vec<f64> = [OURS, BTREE, TABLE_ALONE].into_iter().zip(samples).map(row).collect();
     [found[0], found[1], found[2]]
+}
+
+/// The first hundred pages of new VMs.
+fn small(report: &mut Report, rounds: usize) -> Result<(), Error> {
+    const SMALL: u64 = 100;
+    const VMS: u64 = 32;
+    let segments = of_pages(Layout::Single, SMALL);
+    let mut random = Mt19937::new(5);
+    let in_order: Vec<_> = (0..SMALL).map(|n| ((BASE / PAGE + n) * PAGE, n * PAGE)).collect();
+    // Each page somewhere in its part of the range.
+    let mut scattered = |part: u64| {
+        let mut jobs = in_order.clone();
+        jobs.iter_mut().zip(0..).for_each(|((va, _), n)| *va = BASE + (n * part + random.below(part)) * PAGE);
+        (0..SMALL as usize).for_each(|n| jobs.swap(n, random.below(SMALL) as usize));
+        jobs
+    };
+    let [one_table, many] = [TABLE / SMALL, 1 << 9].map(&mut scattered);
+    for (what, jobs) in [("in order", in_order), ("random in 32 MiB", one_table), ("random in 800 MiB", many)] {
+        let mut samples = [Vec::new(), Vec::new(), Vec::new()];
+        for _ in 0..rounds {
+            for (name, samples) in [OURS, BTREE].into_iter().zip(&mut samples) {
+                let new = |_| make(name, &segments, 1 << 16).ok_or("cannot be made");
+                let mut binders = (0..VMS).map(new).collect::<Result<Vec<_>, _>>()?;
+                samples.push(cpu_time(|| binders.iter_mut().for_each(|binder| binder.bind(&jobs))));
+                for binder in &binders {
+                    if binder.bindings()? != jobs.len() || jobs.iter().any(|(va, _)| binder.translate(*va).is_none()) {
+                        return Err(format!("{name}: a page of a small VM leads nowhere").into());
+                    }
+                }
+            }
+            let new = |_| Ok(Alone(PageTable::new(HeapTables::new(CardAddr::new(1 << 40)))?));
+            let mut tables = (0..VMS).map(new).collect::<Result<Vec<_>, Error>>()?;
+            let bind = |table: &mut Alone| jobs.iter().for_each(|&(va, _)| table.bind(va / PAGE));
+            samples[2].push(cpu_time(|| tables.iter_mut().for_each(bind)));
+        }
+        let case = format!("100 pages of new VMs, {what}");
+        let [ours, btree, table] = rows(report, &case, VMS * jobs.len() as u64, &samples);
+        report.at_most(&format!("{case}: ours / BTreeMap"), 1.0, ours / btree);
+        report.note(&case, "ours / BTreeMap and the page table alone", ours / (btree + table));
+    }
+    Ok(())
 }
 
 /// All bindings of a buffer of 16 pages, among few and among many pages of another one.

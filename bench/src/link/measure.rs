@@ -154,7 +154,7 @@ pub fn fit_link(mut device: Box<dyn Device>, settings: &FitSettings) -> Result<F
     let halves = Halves::of(device.regions())?;
     let share = |queue: Box<DeviceQueue>| {
         let capacity = queue.limits().capacity;
-        SharedQueue::new(queue, SharedOptions { inside: capacity, total: capacity, drop_timeout: TIMEOUT })
+        SharedQueue::new(queue, SharedOptions { inside: capacity, each: capacity, drop_timeout: TIMEOUT })
     };
     let queues: Vec<_> = device.take_queues().into_iter().map(share).collect();
     let registrar = device.registrar();

@@ -37,6 +37,7 @@ mod access;
 mod address;
 mod cache;
 mod page;
+mod phases;
 mod range;
 mod sg;
 mod span;

@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 
 use thiserror::Error;
 
+use crate::phases::Phases;
 use crate::{Address, PageSize, Span};
 
 /// Why a range could not be allocated or freed.
@@ -41,8 +42,8 @@ pub enum RangeError<A: Address> {
 ///
 /// Best fit by the length that is left once the start is aligned, lowest address among equals; freed neighbours merge.
 /// Allocating and freeing take O(log n) time in the number n of free ranges, for each of the alignments in use; the
-/// first allocation at an alignment takes O(n). From the ninth alignment on, and where
-/// [`allocate_at`](Self::allocate_at) finds no range that is longer than need be, it is O(n) too.
+/// first allocation at an alignment takes O(n). From the ninth alignment on it is O(n) too, and for
+/// [`allocate_at`](Self::allocate_at) at alignments above 2^18 pages where no range is longer than need be.
 ///
 /// ```
 /// use dmalane_addr::{Iova, PageSize, RangeAllocator, Span};
@@ -62,14 +63,19 @@ pub struct RangeAllocator<A: Address> {
     by_len: BTreeSet<(u64, A)>,
     /// The same again for alignments that were asked for, with the length that is left behind an aligned start.
     by_aligned: Vec<(PageSize, BTreeSet<(u64, A)>)>,
+    /// The same again for alignments at which none was long enough behind an aligned start.
+    by_phase: Vec<Phases<A>>,
     free_bytes: u64,
 }
+
+/// Alignments for which the ranges are kept in another order.
+const ORDERS: usize = 8;
 
 impl<A: Address> RangeAllocator<A> {
     /// An allocator over the whole pages of `space`, all free. It is empty when `space` contains no whole page.
     pub fn new(space: Span<A>, page: PageSize) -> Self {
-        let mut this =
-            Self { space, page, free: BTreeMap::new(), by_len: BTreeSet::new(), by_aligned: Vec::new(), free_bytes: 0 };
+        let (free, by_len, by_aligned, by_phase) = (BTreeMap::new(), BTreeSet::new(), Vec::new(), Vec::new());
+        let mut this = Self { space, page, free, by_len, by_aligned, by_phase, free_bytes: 0 };
         let whole = space.first().align_up(page).and_then(|first| {
             // One past the last may be 2^64; work with the page that holds the last byte instead.
             let tail = space.last().align_down(page);
@@ -145,8 +151,12 @@ impl<A: Address> RangeAllocator<A> {
             if phase == 0 {
                 return None;
             }
+            // The phase may also come before the first aligned address.
+            if let Some(phases) = self.phases_at(align) {
+                let first = phases.find(phase, len)?;
+                return Some((first, Span::new(first.align_down(align).checked_add(phase)?, len)?));
+            }
         }
-        // The phase may also come before the first aligned address.
         self.by_len.range((len, A::new(0))..).find_map(|&(_, first)| {
             let ahead = phase.wrapping_sub(first.bits()) & (align.bytes() - 1);
             let span = Span::new(first.checked_add(ahead)?, len)?;
@@ -156,7 +166,6 @@ impl<A: Address> RangeAllocator<A> {
 
     /// The free ranges by what is left of them behind an aligned start, unless there are too many such orders.
     fn ranges_at(&mut self, align: PageSize) -> Option<&BTreeSet<(u64, A)>> {
-        const ORDERS: usize = 8;
         let known = self.by_aligned.iter().position(|(known, _)| *known == align);
         let at = match known {
             Some(at) => at,
@@ -168,6 +177,17 @@ impl<A: Address> RangeAllocator<A> {
             None => return None,
         };
         self.by_aligned.get(at).map(|(_, ranges)| ranges)
+    }
+
+    /// The free ranges by where they begin, unless there are too many such orders or phases.
+    fn phases_at(&mut self, align: PageSize) -> Option<&Phases<A>> {
+        let known = self.by_phase.iter().position(|phases| phases.align == align);
+        if known.is_none() && self.by_phase.len() < ORDERS {
+            let mut phases = Phases::new(align, self.page)?;
+            self.free.iter().for_each(|(first, last)| phases.insert(*first, *last));
+            self.by_phase.push(phases);
+        }
+        self.by_phase.get(known.unwrap_or(self.by_phase.len() - 1)).filter(|phases| phases.align == align)
     }
 
     /// Allocates exactly this span.
@@ -280,6 +300,7 @@ impl<A: Address> RangeAllocator<A> {
         for (align, ranges) in &mut self.by_aligned {
             ranges.extend(usable(span.first(), span.last(), *align).map(|len| (len, span.first())));
         }
+        self.by_phase.iter_mut().for_each(|phases| phases.insert(span.first(), span.last()));
         self.free_bytes += span.len();
     }
 
@@ -292,6 +313,7 @@ impl<A: Address> RangeAllocator<A> {
                 ranges.remove(&(len, first));
             }
         }
+        self.by_phase.iter_mut().for_each(|phases| phases.remove(first, last));
         self.free_bytes -= len;
     }
 }
@@ -401,6 +423,28 @@ mod tests {
         assert_eq!(behind.first().bits() % block, P);
         a.free(Span::new(Iova::new(42 * block), P).unwrap()).unwrap();
         assert_eq!(a.allocate(block, PageSize::SIZE_2M).unwrap().first().bits(), 42 * block);
+    }
+
+    /// Nor are those that have no room at a phase, in any order of their starts.
+    #[test]
+    fn holes_without_the_phase_do_not_count() {
+        const HOLES: u64 = 20_000;
+        let block = PageSize::SIZE_2M.bytes();
+        let mut a = RangeAllocator::new(Span::new(Iova::new(0), HOLES * block).unwrap(), PageSize::SIZE_4K);
+        // Of every 2 MiB one page of the first half: between them, 352 or 608 pages are free.
+        let place = |n: u64| n * block + (n * 97 % 256 + 1) * P;
+        for n in 0..HOLES {
+            a.reserve(Span::new(Iova::new(place(n)), P).unwrap()).unwrap();
+        }
+        for n in 0..HOLES {
+            let refused = a.allocate_at(600 * P, PageSize::SIZE_2M, 300 * P);
+            assert!(matches!(refused, Err(RangeError::Exhausted { .. })), "{refused:?}");
+            // The hole behind that page has exactly this, and no other one begins as near.
+            let phase = (place(n) + P) % block;
+            let got = a.allocate_at(block / 2, PageSize::SIZE_2M, phase).unwrap();
+            assert_eq!(got.first().bits() % block, phase);
+            a.free(got).unwrap();
+        }
     }
 
     proptest! {

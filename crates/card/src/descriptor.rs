@@ -207,7 +207,7 @@ impl Descriptor {
     }
 }
 
-/// A copy between host memory and a card address, in one descriptor that is not chained: what most descriptors are.
+/// A copy between host memory and a card address, without a shape: what most descriptors are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PlainCopy {
     /// The direction.
@@ -218,6 +218,8 @@ pub struct PlainCopy {
     pub card: CardAddr,
     /// Bytes: 1 to [`MAX_LEN`].
     pub len: u32,
+    /// The next descriptor belongs to the same operation.
+    pub chained: bool,
     /// How to copy.
     pub cache: CacheHint,
     /// Comes back in the completion.
@@ -232,12 +234,13 @@ impl PlainCopy {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |i: usize| u64::from_le_bytes(words[i]);
         let (head, host_word, card_word, len) = (word(0), word(1), word(2), word(3));
-        let direction = match head as u32 & !(u32::from(CACHE) << 8) {
+        let direction = match head as u32 & !(u32::from(CACHE | CHAINED) << 8) {
             opcode if opcode == u32::from(H2C) => Direction::FromHost,
             opcode if opcode == u32::from(C2H) => Direction::ToHost,
             _ => return None,
         };
-        let cache = match (head >> 8) as u8 {
+        let flags = (head >> 8) as u8;
+        let cache = match flags & CACHE {
             0 => CacheHint::Auto,
             HOT => CacheHint::Hot,
             COLD => CacheHint::Cold,
@@ -248,7 +251,7 @@ impl PlainCopy {
             return None;
         }
         let (host, card, cookie) = (Iova::new(host_word), CardAddr::new(card_word), (head >> 32) as u32);
-        Some(Self { direction, host, card, len: len as u32, cache, cookie })
+        Some(Self { direction, host, card, len: len as u32, chained: flags & CHAINED != 0, cache, cookie })
     }
 }
 
@@ -461,7 +464,7 @@ mod tests {
         fn plain_copies_decode_as_all_do(
             mut words: [u64; 4],
             opcode in 0u64..4,
-            flags in prop::sample::select(vec![0u64, 1, 4, 0x10, 0x20, 0x30, 0x40]),
+            flags in prop::sample::select(vec![0u64, 1, 4, 0x10, 0x14, 0x20, 0x24, 0x30, 0x34, 0x40]),
             reserved in prop::sample::select(vec![0u64, 0, 0, 1 << 16]),
             len in prop::sample::select(vec![0, 1, 4096, u64::from(MAX_LEN), u64::from(MAX_LEN) + 1, 1 << 32 | 1]),
             high: bool,
@@ -474,10 +477,10 @@ mod tests {
             let all = match Descriptor::decode(&bytes(words)) {
                 Ok(Descriptor {
                     task: Task::Copy { direction, host, card: DeviceAddr::Card(card), len },
-                    chained: false,
+                    chained,
                     cache,
                     cookie,
-                }) => Some(PlainCopy { direction, host, card, len, cache, cookie }),
+                }) => Some(PlainCopy { direction, host, card, len, chained, cache, cookie }),
                 _ => None,
             };
             prop_assert_eq!(PlainCopy::decode(&bytes(words)), all);

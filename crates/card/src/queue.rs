@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova};
 use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation, Queue,
@@ -189,8 +189,8 @@ impl<B: Mmio> CardQueue<B> {
         Ok(slots as u32)
     }
 
-    /// Writes the descriptors of an operation that was checked.
-    fn write(&mut self, operation: &Operation) {
+    /// Writes the descriptors of an operation that was checked, so many.
+    fn write(&mut self, operation: &Operation, slots: u32) {
         let put = |at: u64, task: Task, chained: bool| {
             self.put(at, Descriptor { task, chained, cache: operation.cache, cookie: at as u32 });
         };
@@ -213,11 +213,9 @@ impl<B: Mmio> CardQueue<B> {
             Work::Fill { at: card, pattern, .. } => put(at, Task::Fill { pattern: *pattern, card: *card, len }, false),
             Work::Fence => self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() }),
             Work::Gather(g) => {
-                let mut fragments = fragments(g).peekable();
-                while let Some((host, card, len)) = fragments.next() {
-                    let task = Task::Copy { direction: g.direction, host, card, len: len as u32 };
-                    put(at, task, fragments.peek().is_some());
-                    at += 1;
+                let last = at + u64::from(slots) - 1;
+                for (at, (host, card, len)) in (at..).zip(fragments(g)) {
+                    put(at, Task::Copy { direction: g.direction, host, card, len: len as u32 }, at < last);
                 }
             }
         }
@@ -291,14 +289,7 @@ impl<B: Mmio> CardQueue<B> {
         }
         // None where the oldest is of more than one descriptor, some of which may have been collected.
         let plain = long.front().map_or(flying.len() as u64, |(number, _)| number - flying.oldest());
-        let ring = rings.completions.as_volatile_slice();
-        let mask = (1usize << rings.log2) - 1;
-        let ended = |number: &u64| {
-            let cookie = *number as u32;
-            let good = Entry { cookie, status: Status::Ok.code(), sequence: Entry::sequence_of(cookie) }.word();
-            ring.load_u64((*number as usize & mask) * Entry::BYTES + 8) == Some(good)
-        };
-        let n = (*head..*head + plain).take_while(ended).count();
+        let n = ended_well(rings, *head, plain) as usize;
         flying.pop_into(n, done);
         (0..n).for_each(|_| state.ended());
         *head += n as u64;
@@ -308,12 +299,16 @@ impl<B: Mmio> CardQueue<B> {
     fn collect(&mut self, done: &mut Vec<Completion>) {
         self.collect_plain(done);
         while self.state.is_running() && !self.flying.is_empty() {
-            let Some((status, offset)) = self.next_completion() else { return };
-            self.head += 1;
             let number = self.flying.oldest();
-            let Some(operation) = self.flying.front() else { return };
             let long = self.long.front().filter(|(long, _)| *long == number);
             let descriptors = long.map_or(1, |(_, descriptors)| *descriptors);
+            // All but the last, which ends the operation.
+            let well = ended_well(self.rings(), self.head, (descriptors - 1 - self.collected).into());
+            self.head += well;
+            self.collected += well as u32;
+            let Some((status, offset)) = self.next_completion() else { return };
+            self.head += 1;
+            let Some(operation) = self.flying.front() else { return };
             if status != Status::Ok && self.failed.is_none() && !self.taken_back.contains(&number) {
                 let detail = self.completions().load_u64(offset).expect("a slot lies within the ring");
                 self.failed = Some(failure(status, detail, operation, self.collected));
@@ -423,19 +418,40 @@ impl<B: Mmio> CardQueue<B> {
     }
 }
 
+/// How many descriptors from this one on have ended well, at most `most`.
+#[inline]
+fn ended_well(rings: &Rings, head: u64, most: u64) -> u64 {
+    let ring = rings.completions.as_volatile_slice();
+    let mask = (1usize << rings.log2) - 1;
+    let ended = |number: &u64| {
+        let cookie = *number as u32;
+        let good = Entry { cookie, status: Status::Ok.code(), sequence: Entry::sequence_of(cookie) }.word();
+        ring.load_u64((*number as usize & mask) * Entry::BYTES + 8) == Some(good)
+    };
+    (head..head + most).take_while(ended).count() as u64
+}
+
 /// The copies of a gather list that was checked: where in host memory, where on the card, how many bytes.
 fn fragments(gather: &GatherList) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
-    let mut host = gather.host.iter().filter_map(HostSlice::iova).map(Some);
+    let mut hosts = gather.host.iter().filter_map(HostSlice::iova);
     let mut device = gather.device.iter().copied();
-    let (mut host_rest, mut device_rest): (Option<Span<Iova>>, Option<(DeviceAddr, u64)>) = (None, None);
+    // The sides of the next, of which nothing may be left.
+    let (mut host, mut left) = (Iova::new(0), 0);
+    let (mut at, mut have) = (DeviceAddr::Card(CardAddr::new(0)), 0);
     std::iter::from_fn(move || {
-        let left = host_rest.take().or_else(|| host.next()?)?;
-        let (at, have) = device_rest.take().or_else(|| device.next())?;
-        let len = left.len().min(have);
-        // The rest of the longer one; `sub` and `advance` return `None` where nothing is left.
-        host_rest = left.sub(len, left.len() - len);
-        device_rest = at.advance(len).filter(|_| have > len).map(|at| (at, have - len));
-        Some((left.first(), at, len))
+        if left == 0 {
+            let span = hosts.next()?;
+            (host, left) = (span.first(), span.len());
+        }
+        if have == 0 {
+            (at, have) = device.next()?;
+        }
+        let (len, fragment) = (left.min(have), (host, at));
+        (left, have) = (left - len, have - len);
+        // Not past the top of a space, where nothing is left.
+        host = host.checked_add(len).unwrap_or(host);
+        at = at.advance(len).unwrap_or(at);
+        Some((fragment.0, fragment.1, len))
     })
 }
 
@@ -515,7 +531,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
             }
             None => match self.check(&operation) {
                 Ok(slots) => {
-                    self.write(&operation);
+                    self.write(&operation, slots);
                     (slots, operation.bytes())
                 }
                 Err(reason) => return Err(Refused { operation, reason }),

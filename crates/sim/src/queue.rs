@@ -499,12 +499,13 @@ impl Engine {
     /// descriptor. Returns their number.
     #[inline]
     fn copy_plain<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, most: usize) -> usize {
-        if self.first.is_some() || self.shape.is_some() || self.skipping {
-            return 0; // in the middle of an operation
+        if self.shape.is_some() || self.skipping {
+            return 0; // the next descriptor is not to be done as it is
         }
         let mut copied = 0;
         for bytes in self.fetched[self.next..self.end].iter().take(most) {
-            let Some(PlainCopy { direction, host, card, len, cache, cookie }) = PlainCopy::decode(bytes) else { break };
+            let Some(copy) = PlainCopy::decode(bytes) else { break };
+            let PlainCopy { direction, host, card, len, chained, cache, cookie } = copy;
             let len = u64::from(len);
             // A copy that would fit but for a few translations is not split.
             if work.left() == 0 || len > work.left() + work.most / 16 || work.regs.cancel.load(Ordering::Relaxed) != 0 {
@@ -528,7 +529,8 @@ impl Engine {
             };
             // Also where it failed: what lies before the fault was copied.
             work.cost += len;
-            let sequence = CompletionEntry::sequence_of(self.head.wrapping_add(self.ended.len() as u32 / 2));
+            let number = self.number();
+            let sequence = CompletionEntry::sequence_of(number);
             let (status, detail) = match moved {
                 Ok(()) => {
                     *match direction {
@@ -547,6 +549,15 @@ impl Engine {
             self.ended.extend([detail, Some(CompletionEntry { cookie, status: status.code(), sequence }.word())]);
             copied += 1;
             work.charge(self.tlb.entries_read);
+            if chained {
+                self.first.get_or_insert(number);
+                self.skipping = status != Status::Ok;
+                if self.skipping {
+                    break;
+                }
+            } else {
+                end_operation(&mut self.first, work.regs);
+            }
         }
         self.next += copied;
         copied
@@ -656,13 +667,7 @@ impl Engine {
         self.ended.extend([(status != Status::Ok).then_some(detail), Some(word)]);
         if !chained {
             self.skipping = false;
-            if let Some(first) = self.first.take() {
-                // Only this request: another may have come in the meantime.
-                let request = 1 << 32 | u64::from(first);
-                if regs.cancel.load(Ordering::Relaxed) == request {
-                    let _ = regs.cancel.compare_exchange(request, 0, Ordering::Relaxed, Ordering::Relaxed);
-                }
-            }
+            end_operation(&mut self.first, regs);
         }
     }
 
@@ -688,6 +693,18 @@ impl Engine {
             self.head = self.head.wrapping_add(n as u32 / 2);
         }
         self.ended.clear();
+    }
+}
+
+/// Forgets the present operation, and a request to cancel it.
+#[inline]
+fn end_operation(first: &mut Option<u32>, regs: &Registers) {
+    if let Some(first) = first.take() {
+        // Only this request: another may have come in the meantime.
+        let request = 1 << 32 | u64::from(first);
+        if regs.cancel.load(Ordering::Relaxed) == request {
+            let _ = regs.cancel.compare_exchange(request, 0, Ordering::Relaxed, Ordering::Relaxed);
+        }
     }
 }
 

@@ -245,7 +245,7 @@ const DROP_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else 
 /// Lets threads share a queue, with as many operations as it holds.
 pub(crate) fn share(queue: impl Queue<Addr = DeviceAddr> + 'static) -> SharedQueue<Box<DeviceQueue>> {
     let capacity = queue.limits().capacity;
-    SharedQueue::new(Box::new(queue), SharedOptions { inside: capacity, total: capacity, drop_timeout: DROP_TIMEOUT })
+    SharedQueue::new(Box::new(queue), SharedOptions { inside: capacity, each: capacity, drop_timeout: DROP_TIMEOUT })
 }
 
 /// Time without a completion after which a device counts as stuck, besides the time that a buffer takes.

@@ -6,8 +6,8 @@ use dmalane_queue::{Cancelled, OpError, Queue, Refusal, SharedOptions, SharedQue
 
 use crate::fakes::{Device, number, numbered};
 
-fn options(inside: usize, total: usize) -> SharedOptions {
-    SharedOptions { inside, total, drop_timeout: Duration::from_millis(200) }
+fn options(inside: usize, each: usize) -> SharedOptions {
+    SharedOptions { inside, each, drop_timeout: Duration::from_millis(200) }
 }
 
 /// Ends everything one by one and gives the order in which the device got it.
@@ -28,9 +28,12 @@ fn each_handle_gets_its_own_completions() {
     let tickets: Vec<Ticket> = (0..6u64)
         .map(|i| if i % 2 == 0 { one.submit(numbered(i)).unwrap() } else { two.submit(numbered(i)).unwrap() })
         .collect();
-    assert_eq!((one.in_flight(), two.in_flight(), shared.in_flight()), (3, 3, 6));
+    assert_eq!((one.in_flight(), two.in_flight(), shared.in_flight()), (3, 3, 0), "nothing was given away");
     one.flush();
+    two.flush();
+    assert_eq!(shared.in_flight(), 6);
     assert!(orders.lock().unwrap().flushed > 0 && orders.lock().unwrap().got.len() == 6);
+    assert_eq!(orders.lock().unwrap().got, [0, 2, 4, 1, 3, 5], "batch by batch");
     orders.lock().unwrap().end = 6;
     let mut done = Vec::new();
     assert_eq!((one.poll(&mut done), two.in_flight()), (3, 3));
@@ -52,9 +55,10 @@ fn the_queue_gets_no_more_than_it_may_and_handles_no_more_than_all() {
     }
     let refused = handle.submit(numbered(5)).unwrap_err();
     assert_eq!((refused.reason, number(&refused.operation)), (Refusal::Full, 5));
-    shared.poll();
+    handle.flush();
     assert_eq!(orders.lock().unwrap().got, [0, 1], "two are inside");
     assert!(matches!(handle.submit(numbered(5)).unwrap_err().reason, Refusal::Full));
+    let _ = shared.handle().submit(numbered(5)).unwrap();
     let long = dmalane_queue::Operation::read(crate::fakes::slice(1 << 17), dmalane_addr::CardAddr::new(0).into());
     assert!(matches!(handle.submit(long).unwrap_err().reason, Refusal::TooLong { .. }));
     order(&shared, &orders);
@@ -65,7 +69,7 @@ fn the_queue_gets_no_more_than_it_may_and_handles_no_more_than_all() {
     for i in 0..3 {
         let _ = handle.submit(numbered(i)).unwrap();
     }
-    shared.poll();
+    handle.flush();
     assert_eq!(orders.lock().unwrap().got, [0]);
     assert_eq!(order(&shared, &orders), [0, 1, 2]);
 }
@@ -77,7 +81,7 @@ fn a_refusal_of_the_device_ends_the_operation() {
     let mut handle = shared.handle();
     let ticket = handle.submit(numbered(0)).unwrap();
     orders.lock().unwrap().refuse = Some(Refusal::Full);
-    assert_eq!(shared.poll(), 0);
+    assert_eq!(handle.poll(&mut Vec::new()), 0);
     assert_eq!((handle.in_flight(), shared.in_flight()), (1, 1), "full: tried again later");
     orders.lock().unwrap().refuse = Some(Refusal::NotRegistered);
     let mut done = Vec::new();
@@ -93,7 +97,7 @@ fn what_is_cancelled_comes_back_or_ends() {
     let shared = SharedQueue::new(device, options(2, 8));
     let (mut handle, mut other) = (shared.handle(), shared.handle());
     let tickets: Vec<Ticket> = (0..4).map(|i| handle.submit(numbered(i)).unwrap()).collect();
-    shared.poll();
+    handle.flush();
     assert!(matches!(other.cancel(tickets[3]), Cancelled::Unknown), "another's");
     assert!(matches!(handle.cancel(tickets[3]), Cancelled::Removed(o) if number(&o) == 3), "not yet given");
     assert!(matches!(handle.cancel(tickets[3]), Cancelled::Unknown), "gone");
@@ -115,13 +119,38 @@ fn what_is_cancelled_comes_back_or_ends() {
 }
 
 #[test]
+fn a_batch_of_which_one_is_cancelled_stays_in_order() {
+    let (device, orders) = Device::new(1);
+    let shared = SharedQueue::new(device, options(1, 8));
+    let (mut handle, mut other) = (shared.handle(), shared.handle());
+    let tickets: Vec<Ticket> = (0..6).map(|i| handle.submit(numbered(i)).unwrap()).collect();
+    handle.flush();
+    let _ = other.submit(numbered(9)).unwrap();
+    other.flush();
+    // One that waits, the last, and one that was never given away.
+    let late = handle.submit(numbered(6)).unwrap();
+    for (ticket, i) in [(tickets[3], 3), (tickets[5], 5), (late, 6)] {
+        assert!(matches!(handle.cancel(ticket), Cancelled::Removed(o) if number(&o) == i));
+        assert!(matches!(handle.cancel(ticket), Cancelled::Unknown));
+    }
+    let _ = handle.submit(numbered(7)).unwrap();
+    handle.flush();
+    assert_eq!((handle.in_flight(), shared.in_flight()), (5, 6));
+    assert_eq!(order(&shared, &orders), [0, 1, 2, 4, 9, 7]);
+    let mut done = Vec::new();
+    assert_eq!((handle.poll(&mut done), handle.in_flight()), (5, 0));
+    let got: Vec<_> = done.iter().map(|c| (c.ticket, number(&c.operation))).collect();
+    assert_eq!(got[..4], [0, 1, 2, 4].map(|i| (tickets[i], i as u64)));
+}
+
+#[test]
 fn a_stop_is_for_all_handles_until_a_restart() {
     let (device, orders) = Device::new(2);
     let shared = SharedQueue::new(device, options(2, 8));
     let (mut one, mut two) = (shared.handle(), shared.handle());
     let _ = one.submit(numbered(0)).unwrap();
     let why = StopReason::Requested("for a test".into());
-    shared.poll();
+    one.flush();
     two.stop(why.clone());
     assert_eq!((one.halted(), two.halted()), (Some(why.clone()), Some(why.clone())));
     assert_eq!(one.submit(numbered(1)).unwrap_err().reason, Refusal::Stopped(why.clone()));
@@ -131,6 +160,7 @@ fn a_stop_is_for_all_handles_until_a_restart() {
     assert_eq!(done[0].result, Err(OpError::Stopped(why)));
     assert!(one.restart() && one.halted().is_none() && two.halted().is_none());
     let _ = two.submit(numbered(2)).unwrap();
+    two.flush();
     assert_eq!(order(&shared, &orders), [0, 2]);
 }
 
@@ -165,6 +195,7 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     // Its place is not given to another handle before its operation has ended.
     let mut next = shared.handle();
     let _ = next.submit(numbered(5)).unwrap();
+    next.flush();
     orders.lock().unwrap().end = 2;
     shared.poll();
     let mut done = Vec::new();
@@ -177,6 +208,7 @@ fn a_dropped_handle_waits_and_a_detached_one_does_not() {
     let (buf, card) = (crate::fakes::pages(1), dmalane_addr::CardAddr::new(6));
     let memory = buf.reference();
     let _ = next.submit(dmalane_queue::Operation::read(buf.into_slice(), card.into())).unwrap();
+    next.flush();
     orders.lock().unwrap().end = 1;
     shared.poll();
     assert!(!memory.is_last());
@@ -193,6 +225,8 @@ fn a_detached_handle_leaves_its_place_once() {
     let (mut one, mut two) = (shared.handle(), shared.handle());
     let _ = one.submit(numbered(1)).unwrap();
     let _ = two.submit(numbered(2)).unwrap();
+    one.flush();
+    two.flush();
     orders.lock().unwrap().end = 2;
     let mut done = Vec::new();
     assert_eq!(one.wait(&mut done, Duration::from_secs(60)), 1, "two handles share one place");

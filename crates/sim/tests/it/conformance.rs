@@ -107,7 +107,7 @@ impl<F: Format> Kind<F> for Balanced {
 impl<F: Format> Kind<F> for Shared {
     type Queue = SharedHandle<CardQueue<Bus<F>>>;
     fn queue(card: &Card<Bus<F>>) -> Self::Queue {
-        let limits = SharedOptions { inside: 16, total: 100, ..SharedOptions::default() };
+        let limits = SharedOptions { inside: 16, each: 100, ..SharedOptions::default() };
         SharedQueue::new(card.queue(0).unwrap(), limits).handle()
     }
 }

@@ -486,7 +486,7 @@ fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
     let bench = Bench::new(Workers::Inline, 2);
     let shared = SharedQueue::new(
         bench.card.queue(0).unwrap(),
-        SharedOptions { inside: 1, total: 3, ..SharedOptions::default() },
+        SharedOptions { inside: 1, each: 1, ..SharedOptions::default() },
     );
     let mut handles = [0, 1, 2].map(|_| shared.handle());
     let tickets = handles.each_mut().map(|handle| handle.submit(bench.copy(4096)).unwrap());
