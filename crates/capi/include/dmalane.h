@@ -188,8 +188,8 @@ struct dml_filled {
 };
 
 /* Allocates a buffer and reads the open file `fd` into it while it is being allocated. The flags and the position of
- * the file stay as they are. Returns -ENODATA when the file ends early, -ESTALE when its size changed meanwhile, -ESPIPE
- * for a pipe or a socket, -ENOMEM, or the kernel's error. After an error nothing is in flight or allocated. */
+ * the file stay as they are. Returns -ENODATA when the file ends early, -ESTALE when its size changed meanwhile,
+ * -ESPIPE for a pipe or a socket, -ENOMEM, or the kernel's error. After an error nothing is in flight or allocated. */
 int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buffer *buffer, struct dml_filled *filled);
 
 /* A range of a file, and its place in a buffer. */
