@@ -160,11 +160,7 @@ impl Gpu {
             return Err(Error::Unsuitable { name: info.name, missing: "it has no queue that copies".to_owned() });
         }
         let mut asked = copying.clone();
-        if let Some(family) = binding {
-            if asked.iter().all(|(f, _)| *f != family) {
-                asked.push((family, 1));
-            }
-        }
+        asked.extend(binding.filter(|family| asked.iter().all(|(f, _)| f != family)).map(|family| (family, 1)));
         let priorities = [1.0; QUEUES as usize];
         let families: Vec<_> = asked
             .iter()
