@@ -188,15 +188,14 @@ struct dml_filled {
 };
 
 /* Allocates a buffer and reads the open file `fd` into it while it is being allocated. The flags and the position of
- * the file stay as they are. Pipes and sockets are read from their current position. Returns -ENODATA when the file
- * ends early, -ESTALE when its size changed meanwhile, -ENOMEM, or the kernel's error. After an error nothing is in
- * flight or allocated. */
+ * the file stay as they are. Returns -ENODATA when the file ends early, -ESTALE when its size changed meanwhile,
+ * -ESPIPE for a pipe or a socket, -ENOMEM, or the kernel's error. After an error nothing is in flight or allocated. */
 int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buffer *buffer, struct dml_filled *filled);
 
 /* A range of a file, and its place in a buffer. */
 struct dml_range {
 	uint64_t offset; /* in the file, in bytes */
-	uint64_t len; /* bytes; 0 for all to the end, of a file that has one */
+	uint64_t len; /* bytes; 0 for all to the end */
 	uint64_t to; /* offset in the buffer */
 	int32_t fd; /* of an open file */
 	uint32_t buffer; /* which of the buffers, from 0 on */

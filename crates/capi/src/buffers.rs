@@ -6,7 +6,6 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::ops::Bound;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -17,8 +16,8 @@ use dmalane::{OpenFile, Read, ReadOptions, error_chain};
 use dmalane_addr::FileOffset;
 use dmalane_vm::Errno;
 
-use crate::numbers::{ESPIPE, os};
-use crate::objects::{Number, Numbered, Refused, lock, remove};
+use crate::numbers::os;
+use crate::objects::{Numbered, Refused, lock, remove};
 use crate::types::{DmlFilled, DmlRange, DmlReadConfig};
 
 static BUFFERS: Mutex<Numbered<FilledBuf>> = Mutex::new(Numbered::new());
@@ -110,14 +109,7 @@ pub(crate) fn read_ranges(
             }
         };
         let len = match range.len {
-            0 => {
-                let kind = sources[source].file()?.metadata().map_err(|e| kernel(&e))?.file_type();
-                if !kind.is_file() && !kind.is_block_device() {
-                    let what = format_args!("range {i} goes to the end of a stream, which has none");
-                    return Err(Refused::new(Number::Kernel(ESPIPE), what));
-                }
-                sources[source].size()?.saturating_sub(range.offset)
-            }
+            0 => sources[source].size()?.saturating_sub(range.offset),
             len => len,
         };
         end(range.offset, len)?;

@@ -18,7 +18,7 @@ const EIO: i32 = 5;
 const EAGAIN: i32 = 11;
 pub(crate) const ENODEV: i32 = 19;
 const EISDIR: i32 = 21;
-pub(crate) const ESPIPE: i32 = 29;
+const ESPIPE: i32 = 29;
 const ENODATA: i32 = 61;
 const EBADMSG: i32 = 74;
 const ETIMEDOUT: i32 = 110;
@@ -43,6 +43,7 @@ pub(crate) fn number_of_file(error: &file::Error) -> Number {
     match error {
         file::Error::Open { source, .. } => os(source),
         file::Error::NotAFile { kind: "directory", .. } => Number::Kernel(EISDIR),
+        file::Error::NotAFile { .. } => Number::Kernel(ESPIPE),
         file::Error::NoDirect { .. } | file::Error::NoUring { .. } => Errno::NotSup.into(),
         _ => Number::Kernel(EIO),
     }

@@ -424,10 +424,8 @@ static void reads(void)
 	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, NULL) == -EFAULT);
 	CHECK(dml_alloc_and_read(-1, &config, &buffer, &filled) == -EINVAL);
 	CHECK(dml_alloc_and_read(1000000, &config, &buffer, &filled) == -EBADF);
-	CHECK(!pipe(pipes) && dml_alloc_and_read(pipes[0], &config, &buffer, &filled) == -ETIMEDOUT);
-	CHECK(write(pipes[1], "piped", 5) == 5 && !close(pipes[1]));
-	CHECK(!dml_alloc_and_read(pipes[0], &config, &buffer, &filled));
-	CHECK(filled.len == 5 && !memcmp(filled.data, "piped", 5) && !dml_buffer_destroy(buffer) && !close(pipes[0]));
+	CHECK(!pipe(pipes) && dml_alloc_and_read(pipes[0], &config, &buffer, &filled) == -ESPIPE);
+	CHECK(says("", "it is a FIFO, not a file") && !close(pipes[0]) && !close(pipes[1]));
 	fclose(file);
 }
 
@@ -494,11 +492,8 @@ static void ranges(void)
 	CHECK(dml_alloc_and_read_ranges(all, 2, &config, 2, buffers, filled) == -EINVAL);
 	all[1].fd = 1000000;
 	CHECK(dml_alloc_and_read_ranges(all, 2, &config, 2, buffers, filled) == -EBADF);
-	CHECK(!pipe(pipes) && write(pipes[1], "piped", 5) == 5);
+	CHECK(!pipe(pipes));
 	all[0] = (struct dml_range){.fd = pipes[0], .len = 5};
-	CHECK(!dml_alloc_and_read_ranges(all, 1, &config, 1, buffers, filled) && !memcmp(filled[0].data, "piped", 5));
-	CHECK(!dml_buffer_destroy(buffers[0]));
-	all[0].len = 0;
 	CHECK(dml_alloc_and_read_ranges(all, 1, &config, 1, buffers, filled) == -ESPIPE);
 	CHECK(!close(pipes[0]) && !close(pipes[1]));
 	config.len = 1;

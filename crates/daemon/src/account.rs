@@ -20,7 +20,7 @@ pub(crate) struct Account {
     /// Most in all, and of one user.
     limits: (u64, u64),
     /// The name of the unit, and the options that limit it in all and for a user.
-    names: [&'static str; 3],
+    names: [&'static str; 2],
     /// The way out for a user who is refused.
     remedy: &'static str,
 }
@@ -39,9 +39,9 @@ impl Accounts {
             |index, limits, names, remedy| Arc::new(Account { table: table.clone(), index, limits, names, remedy });
         let card = "request less";
         Self {
-            ddr: of(0, ddr, ["bytes of DDR", "--ddr", "--user-ddr"], card),
-            hbm: of(1, hbm, ["bytes of HBM", "--hbm", "--user-hbm"], card),
-            memory: of(2, config.memory_limits(), ["bytes of memory", "--memory", "--user-memory"], "unmap buffers"),
+            ddr: of(0, ddr, ["bytes of DDR", "--ddr"], card),
+            hbm: of(1, hbm, ["bytes of HBM", "--hbm"], card),
+            memory: of(2, config.memory_limits(), ["bytes of memory", "--memory"], "unmap buffers"),
         }
     }
 }
@@ -62,7 +62,7 @@ impl Account {
     /// # Errors
     /// Why its user cannot have it; then nothing is taken.
     fn take(&self, seat: usize, more: u64) -> Result<(), String> {
-        let [what, option, user_option] = self.names;
+        let [what, option] = self.names;
         let seat = self.table.seat(seat);
         // Nobody else takes anything until this is taken.
         let _lock = self.table.lock();
@@ -76,7 +76,7 @@ impl Account {
         }
         if !fits(has, self.limits.1) {
             return Err(format!(
-                "{more} {what}; this user has {has} of {} ({user_option}): {}, or end another client",
+                "{more} {what}; this user has {has} of {} (--user-share): {}, or end another client",
                 self.limits.1, self.remedy
             ));
         }
@@ -153,13 +153,13 @@ mod tests {
     #[test]
     fn limits_hold_for_users_and_for_all() {
         let table = clients(&[1, 2, 3, 1]);
-        let names = ["bytes", "--all", "--user"];
+        let names = ["bytes", "--all"];
         let account = Arc::new(Account { table: table.clone(), index: 2, limits: (100, 60), names, remedy: "unmap" });
         let in_use = |user| account.in_use(user);
         let first = Charge::new(&account, 0, 60).unwrap();
         assert_eq!(
             Charge::new(&account, 3, 1).err().unwrap(),
-            "1 bytes; this user has 60 of 60 (--user): unmap, or end another client"
+            "1 bytes; this user has 60 of 60 (--user-share): unmap, or end another client"
         );
         let second = Charge::new(&account, 1, 30).unwrap();
         assert!(second.take(10) && !second.take(1));
@@ -180,7 +180,7 @@ mod tests {
         let table = clients(&[7, 8]);
         let Accounts { ddr, hbm, .. } = Accounts::new(&Config::default(), &table);
         let held: Vec<Charge> = (0..24).map(|_| Charge::new(&ddr, 0, gib).unwrap()).collect();
-        assert!(Charge::new(&ddr, 0, gib).err().unwrap().contains("(--user-ddr): request less"));
+        assert!(Charge::new(&ddr, 0, gib).err().unwrap().contains("(--user-share): request less"));
         // The two memories are counted separately, and the rest is left for other users.
         let _all = Charge::new(&hbm, 0, 24 * gib).unwrap();
         let _rest = Charge::new(&ddr, 1, 8 * gib).unwrap();

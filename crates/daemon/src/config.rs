@@ -41,27 +41,12 @@ pub struct Config {
     pub limits: ClientLimits,
     /// Most clients at one time.
     pub clients: usize,
-    /// Most clients of one user; `None` for three quarters of `clients`, so that no user can take all connections.
-    pub user_clients: Option<usize>,
-    /// Bytes of DDR for all clients of one user; `None` for three quarters of `ddr`, but at least the limit of one
-    /// client.
-    pub user_ddr: Option<u64>,
-    /// Bytes of HBM for all clients of one user; `None` as for `user_ddr`.
-    pub user_hbm: Option<u64>,
     /// Most bytes of memory for all clients: card memory that was touched, page tables, and processes. `None` for no
     /// limit.
     pub memory: Option<u64>,
-    /// The same for all clients of one user; `None` for three quarters of `memory`.
-    pub user_memory: Option<u64>,
-    /// Users who may connect, by number. When `uids` and `gids` are empty, only the socket's mode decides.
-    pub uids: Vec<u32>,
-    /// Groups whose members may connect, by number: a process's own group and its supplementary ones count.
-    pub gids: Vec<u32>,
-    /// Users, by number, who administer the daemon as root and its own user do: they see all clients in the status,
-    /// also when all client slots are taken. Others see the clients of their own user.
-    pub admins: Vec<u32>,
-    /// Groups whose members administer the daemon, by number.
-    pub admin_gids: Vec<u32>,
+    /// The part of the clients, the card's memories and the memory that one user may have, in percent, so that no user
+    /// takes all; of the card's memories at least the limit of one client.
+    pub user_percent: u32,
     /// Subordinate users, which count as their owner ([`Config::system_subordinates`]).
     pub subordinates: Vec<(Range<u64>, u32)>,
     /// Time that the worker spins before it sleeps.
@@ -82,15 +67,8 @@ impl Default for Config {
             hbm: 32 << 30,
             limits: ClientLimits::default(),
             clients: 64,
-            user_clients: None,
-            user_ddr: None,
-            user_hbm: None,
             memory: None,
-            user_memory: None,
-            uids: Vec::new(),
-            gids: Vec::new(),
-            admins: Vec::new(),
-            admin_gids: Vec::new(),
+            user_percent: 75,
             subordinates: Vec::new(),
             spin: Duration::from_micros(100),
             stop_timeout: Duration::from_secs(5),
@@ -122,10 +100,7 @@ impl Config {
         let memory = |value: u64, all: u64, multiple: u64| {
             value > 0 && value.is_multiple_of(multiple) && value <= all.min(256 << 30)
         };
-        let user_clients = self.user_clients.unwrap_or(1);
-        let (user_ddr, user_hbm) = (self.user_ddr.unwrap_or(ddr), self.user_hbm.unwrap_or(hbm));
-        let (all_memory, user_memory) = self.memory_limits();
-        let of_a_user = "at least the limit of one client and at most the card's memory";
+        let memory_limit = self.memory.unwrap_or(u64::MAX);
         let settings = [
             (
                 ("DDR of a client", "a multiple of 2 MiB, at most 256 GiB and at most the card's DDR"),
@@ -145,19 +120,8 @@ impl Config {
             (("buffers of a client", "2 to 4096"), buffers.into(), (2..=4096).contains(&buffers)),
             (("bytes of a client's buffers", "64 KiB to 1 TiB"), bytes, (64 << 10..=1 << 40).contains(&bytes)),
             (("clients", "1 to 1024"), self.clients as u64, (1..=1024).contains(&self.clients)),
-            (
-                ("clients of a user", "1 to the number of clients"),
-                user_clients as u64,
-                (1..=self.clients).contains(&user_clients),
-            ),
-            (("DDR of a user", of_a_user), user_ddr, (ddr..=self.ddr).contains(&user_ddr)),
-            (("HBM of a user", of_a_user), user_hbm, (hbm..=self.hbm).contains(&user_hbm)),
-            (("memory", "at least 16 MiB"), all_memory, all_memory >= 16 << 20),
-            (
-                ("memory of a user", "at least 8 MiB, and at most that of all"),
-                user_memory,
-                (8 << 20..=all_memory).contains(&user_memory),
-            ),
+            (("memory", "at least 16 MiB"), memory_limit, memory_limit >= 16 << 20),
+            (("share of a user", "1 to 100 percent"), self.user_percent.into(), (1..=100).contains(&self.user_percent)),
         ];
         match settings.into_iter().find(|(.., good)| !good) {
             Some(((setting, rule), value, _)) => Err(BadConfig { setting, value, rule }),
@@ -224,36 +188,24 @@ impl Config {
         owner.map_or(uid, |(_, owner)| *owner)
     }
 
-    /// True for those who administer the daemon.
-    pub(crate) fn is_admin(&self, uid: u32, gids: &[u32]) -> bool {
-        uid == 0
-            || uid == rustix::process::geteuid().as_raw()
-            || self.admins.contains(&uid)
-            || gids.iter().any(|gid| self.admin_gids.contains(gid))
-    }
-
     /// Most clients of one user.
     pub(crate) fn clients_per_user(&self) -> usize {
-        self.user_clients.unwrap_or(self.clients - self.clients / 4)
+        self.of_a_user(self.clients as u64) as usize
     }
 
     /// Most bytes of memory in all, and of one user.
     pub(crate) fn memory_limits(&self) -> (u64, u64) {
-        let all = self.memory.unwrap_or(u64::MAX);
-        (all, self.user_memory.unwrap_or(if all == u64::MAX { all } else { all - all / 4 }))
+        self.memory.map_or((u64::MAX, u64::MAX), |all| (all, self.of_a_user(all)))
     }
 
     /// Most bytes of DDR and of HBM, in all and of one user.
     pub(crate) fn card_limits(&self) -> ((u64, u64), (u64, u64)) {
-        let limits = |asked: Option<u64>, all: u64, client: u64| (all, asked.unwrap_or((all - all / 4).max(client)));
-        (limits(self.user_ddr, self.ddr, self.limits.ddr), limits(self.user_hbm, self.hbm, self.limits.hbm))
+        let limits = |all: u64, client: u64| (all, self.of_a_user(all).max(client));
+        (limits(self.ddr, self.limits.ddr), limits(self.hbm, self.limits.hbm))
     }
 
-    /// True when this user may connect.
-    pub(crate) fn admits(&self, uid: u32, gids: &[u32]) -> bool {
-        (self.uids.is_empty() && self.gids.is_empty())
-            || self.uids.contains(&uid)
-            || gids.iter().any(|gid| self.gids.contains(gid))
+    fn of_a_user(&self, all: u64) -> u64 {
+        (u128::from(all) * u128::from(self.user_percent)).div_ceil(100) as u64
     }
 }
 
@@ -281,11 +233,7 @@ mod tests {
         assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().setting, "bytes of a client's buffers");
         assert_eq!(check(|c| c.clients = 0).unwrap_err().setting, "clients");
         assert_eq!(check(|c| c.memory = Some(1 << 20)).unwrap_err().setting, "memory");
-        let wrong = |c: &mut Config| (c.memory, c.user_memory) = (Some(1 << 30), Some(2 << 30));
-        assert_eq!(check(wrong).unwrap_err().setting, "memory of a user");
-        assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().setting, "clients of a user");
-        assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().setting, "DDR of a user");
-        assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().setting, "HBM of a user");
+        assert_eq!(check(|c| c.user_percent = 101).unwrap_err().setting, "share of a user");
         let shares = [1, 2, 3, 4, 64].map(|clients| Config { clients, ..Config::default() }.clients_per_user());
         assert_eq!(shares, [1, 2, 3, 3, 48]);
     }
@@ -321,23 +269,5 @@ mod tests {
     #[test]
     fn names_of_users_are_those_that_the_system_knows() {
         assert_eq!((number_of("root"), number_of("nobody-has-this-name"), number_of("\0")), (Some(0), None, None));
-    }
-
-    #[test]
-    fn admits_listed_users_and_groups() {
-        let mut config = Config::default();
-        assert!(config.admits(7, &[7]));
-        config.uids.push(7);
-        assert!(config.admits(7, &[0]) && !config.admits(0, &[7]));
-        config.gids.push(9);
-        assert!(config.admits(1, &[1, 9]) && !config.admits(1, &[1]));
-    }
-
-    #[test]
-    fn administrators_are_root_the_daemons_user_and_who_is_listed() {
-        let me = rustix::process::geteuid().as_raw();
-        let config = Config { admins: vec![7], admin_gids: vec![9], ..Config::default() };
-        assert!([0, me, 7].iter().all(|uid| config.is_admin(*uid, &[])) && config.is_admin(me + 8, &[1, 9]));
-        assert!(!config.is_admin(me + 8, &[7]));
     }
 }

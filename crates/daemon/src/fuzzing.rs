@@ -37,8 +37,8 @@ struct Fixed {
 fn fixed() -> Fixed {
     let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
     // A function and a touched block: what comes after that is refused.
-    let user_memory = Some(4 << 20);
-    let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, user_memory, ..Config::default() };
+    let memory = Some(4 << 20);
+    let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, memory, user_percent: 100, ..Config::default() };
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
     rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).expect("a seal");
@@ -67,7 +67,7 @@ pub fn fuzz_messages(data: &[u8]) {
 
 fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
     let Fixed { state, memfds, wrong, files } = fixed;
-    let peer = Peer { pid: 1, uid: 1, user: 1, allowed: true, admin: false };
+    let peer = Peer { pid: 1, uid: 1, user: 1, admin: false };
     let (socket, _other) = std::os::unix::net::UnixStream::pair().expect("a socket");
     let row = ClientStatus { client: 1, ..ClientStatus::new_zeroed() };
     let seat = state.table.sit(1, row).expect("a free seat");

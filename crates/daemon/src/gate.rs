@@ -168,7 +168,7 @@ impl<'s> Gate<'s> {
             self.refuse(socket);
             return Ok(false);
         };
-        let Peer { pid, uid, user, allowed, admin } = peer;
+        let Peer { pid, uid, user, admin } = peer;
         // Who has seen the end of a connection has its place again.
         let of = |released, own: bool| {
             let counts = |seat: &&Seat| seat.is_released() == released && (!own || seat.user() == user);
@@ -176,7 +176,7 @@ impl<'s> Gate<'s> {
         };
         let (connected, of_the_user) = (of(false, false), of(false, true) + of(true, true).saturating_sub(MAX_ENDING));
         let too_many = [connected >= *clients, of_the_user >= state.config.clients_per_user()];
-        let refusal = [!allowed, too_many[0], too_many[1]].into_iter().position(|refused| refused);
+        let refusal = too_many.into_iter().position(|refused| refused);
         let row = ClientStatus { client: self.last + 1, pid, uid, ..ClientStatus::new_zeroed() };
         if let Some(refusal) = refusal
             // An administrator may always request the status.

@@ -64,10 +64,9 @@ impl Ending {
 }
 
 /// Why a connection is refused.
-pub(crate) const REFUSALS: [(Code, &str); 3] = [
-    (Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"),
+pub(crate) const REFUSALS: [(Code, &str); 2] = [
     (Code::Quota, "the daemon has reached its limit of clients (--clients)"),
-    (Code::Quota, "this user has reached the limit of clients (--user-clients)"),
+    (Code::Quota, "this user has reached the limit of clients (--user-share)"),
 ];
 
 /// Tells the daemon, from another process, what a user has caused, or a warning. It is lost when the daemon does not

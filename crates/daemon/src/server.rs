@@ -327,7 +327,7 @@ mod tests {
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         let refused = Client::connect(ClientOptions::new(&path)).unwrap_err().to_string();
-        assert!(refused.contains("--user-clients"), "{refused}");
+        assert!(refused.contains("--user-share"), "{refused}");
         table.stand(ending[0]);
         let start = Instant::now();
         // The connection that was refused goes on to count until it is seen to have ended.

@@ -493,8 +493,7 @@ fn a_wait_for_the_card_says_whether_something_came() {
 fn limits_are_enforced() {
     let limits = ClientLimits { ddr: 64 << 20, hbm: 64 << 20, queues: 2, buffers: 8, bytes: 16 << 20 };
     // One user may have all of it, since all clients here are of one user.
-    let user_ddr = Some(128 << 20);
-    let config = Config { ddr: 128 << 20, hbm: 256 << 20, limits, user_ddr, ..Config::default() };
+    let config = Config { ddr: 128 << 20, hbm: 256 << 20, limits, user_percent: 100, ..Config::default() };
     let daemon = Daemon::start(config);
     let refused = |options: ClientOptions| match Client::connect(options) {
         Err(ClientError::Refused { text, .. }) => text,
@@ -539,14 +538,14 @@ fn one_user_cannot_take_all_connections() {
     let daemon = Daemon::start(Config { clients: 4, ..Config::default() });
     let three: Vec<_> = (0..3).map(|_| Client::connect(small(&daemon.path)).unwrap()).collect();
     match Client::connect(small(&daemon.path)) {
-        Err(ClientError::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-clients"), "{text}"),
+        Err(ClientError::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-share"), "{text}"),
         other => panic!("{other:?}"),
     }
     // The operator can still request the status.
     daemon.wait_for("three", |r| r.clients.iter().filter(|c| c.queues == 1).count() == 3);
     drop(three);
     daemon.end_empty();
-    let daemon = Daemon::start(Config { clients: 4, user_clients: Some(4), ..Config::default() });
+    let daemon = Daemon::start(Config { clients: 4, user_percent: 100, ..Config::default() });
     drop((0..4).map(|_| Client::connect(small(&daemon.path)).unwrap()).collect::<Vec<_>>());
     daemon.end_empty();
 }
@@ -556,7 +555,7 @@ fn one_user_cannot_take_all_card_memory() {
     let daemon = Daemon::start(Config::default());
     let mut most: Vec<_> = (0..24).map(|_| daemon.connect()).collect();
     match Client::connect(daemon.options()) {
-        Err(ClientError::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-ddr"), "{text}"),
+        Err(ClientError::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-share"), "{text}"),
         other => panic!("{other:?}"),
     }
     let report = daemon.status();
@@ -664,8 +663,7 @@ fn card_memory_of_a_client_is_zeros_whoever_had_it_before() {
 #[test]
 fn memory_is_limited_for_users_and_for_all() {
     let limits = ClientLimits { ddr: 64 << 20, ..ClientLimits::default() };
-    let daemon =
-        Daemon::start(Config { memory: Some(48 << 20), user_memory: Some(32 << 20), limits, ..Config::default() });
+    let daemon = Daemon::start(Config { memory: Some(48 << 20), user_percent: 67, limits, ..Config::default() });
     let (files, mappings) = (open_files(), memfd_mappings());
     let mut driven = Driven::new(daemon.connect(), 8 * MIB);
     // Another client of the same user.

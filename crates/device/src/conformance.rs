@@ -48,7 +48,6 @@ pub fn suite_aligned(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
         AddressSpaceKind::Flat => a_flat_space_shows_memory_where_it_lies(&mut *open()),
         _ => binds_are_seen_until_they_are_unbound(&mut *open(), align),
     }
-    programs_see_what_is_bound(&mut *open());
     dropped_with_operations_in_flight(open, align);
 }
 
@@ -430,61 +429,6 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
     taken.device.address_space().release(again).unwrap();
     let expected = if observes { 7 } else { 0 };
     assert_eq!(*seen.lock().unwrap(), expected, "two binds, three releases, and a batch of two");
-}
-
-fn programs_see_what_is_bound(device: &mut dyn Device) {
-    let mut programs = match device.program_queue() {
-        Ok(queue) => queue,
-        Err(why) => return assert!(!why.to_string().is_empty(), "a reason"),
-    };
-    let (mut memory, page) = (device.memory(), device.regions()[0].granule.bytes());
-    // More than a program reads at once, where the device has it.
-    let most = device.address_space().longest() / page * page;
-    let whole = if memory.is_driven() { (9u64 << 20).next_multiple_of(page).min(most) } else { 4 * page };
-    let buffer = memory.allocate(whole, &Placement::Default).unwrap();
-    let (bo, card) = (bo(&buffer), DeviceAddr::Card(one(&buffer).first()));
-    let mut taken = Taken::new(device);
-    let mut bytes = noise(17, whole);
-    taken.write(0, card, &bytes);
-    let space = taken.device.address_space();
-    let range = space.reserve(&buffer, whole).unwrap();
-    space
-        .apply(&[BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: whole, access: Access::READ }])
-        .unwrap();
-    let at = space.at(range.first());
-    let read = |programs: &mut DeviceQueue, taken: &Taken<'_>, offset: u64, len: u64| {
-        // The host's bytes begin at an odd address, and the ones beside them stay.
-        let (slice, via) = taken.host(&vec![0xa5; len as usize + 2]);
-        let (first, slice) = slice.split_at(1).unwrap();
-        let (slice, last) = slice.split_at(len as usize).unwrap();
-        let ended = run(programs, Operation::read((slice, via), at_offset(at, offset)), LONG)?;
-        let mut got = vec![0; len as usize + 2];
-        first.join(ended.into_slice().unwrap()).unwrap().join(last).unwrap().read(0, &mut got).unwrap();
-        assert_eq!((got.remove(0), got.pop()), (0xa5, Some(0xa5)), "{len} bytes from {offset} on");
-        Ok::<_, RunError<DeviceAddr>>(got)
-    };
-    let edges = [(0, whole), (1, whole - 1), (page - 3, 7), (2, 4096), (3, 1), (whole - 1, 1), (5, whole / 2 + 2)];
-    for (offset, len) in edges {
-        let got = read(&mut *programs, &taken, offset, len).unwrap();
-        assert!(got == bytes[offset as usize..][..len as usize], "{len} bytes from {offset} on");
-    }
-    // One byte that is wrong is seen.
-    bytes[page as usize + 1] ^= 1;
-    let wrong = bytes[page as usize + 1];
-    taken.write(0, at_offset(card, page + 1), &[wrong]);
-    assert!(read(&mut *programs, &taken, 0, whole).unwrap() == bytes, "what has changed meanwhile");
-    // It takes no writes, no memory that is not registered, and no address where nothing is.
-    let refused = run(&mut *programs, Operation::write(taken.host(&bytes[..16]), at), LONG);
-    assert!(matches!(refused, Err(RunError { error: OpError::Refused(_), .. })), "{refused:?}");
-    let unregistered = run(&mut *programs, Operation::read(taken.host(&bytes[..16]).0, at), LONG);
-    assert!(matches!(unregistered, Err(RunError { operation: Some(_), .. })), "{unregistered:?}");
-    let top = DeviceAddr::Card(CardAddr::new(u64::MAX - 4095));
-    let nowhere = run(&mut *programs, Operation::read(taken.host(&bytes[..16]), top), LONG);
-    assert!(matches!(nowhere, Err(RunError { operation: Some(_), .. })), "{nowhere:?}");
-    let flat = taken.device.address_space().kind() == AddressSpaceKind::Flat;
-    taken.device.address_space().release(range).unwrap();
-    assert!(flat || read(&mut *programs, &taken, 0, 16).is_err(), "nothing is bound there any more");
-    assert_eq!(taken.device.program_queue().unwrap().in_flight(), 0, "there may be several");
 }
 
 fn at_offset(at: DeviceAddr, offset: u64) -> DeviceAddr {

@@ -32,15 +32,6 @@ pub trait Device: Send {
     /// Its queues, at least one; only the first call has any.
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>>;
 
-    /// A queue that reads through a program on the device, at the addresses that all its programs use, so it returns
-    /// the bytes that programs on the device see. It only copies to the host.
-    ///
-    /// # Errors
-    /// Why there is none: then the [queues](Device::take_queues) read.
-    fn program_queue(&self) -> Result<Box<DeviceQueue>, Box<dyn Error + Send + Sync>> {
-        Err("the device runs no programs".into())
-    }
-
     /// Where programs on the device see its memory.
     fn address_space(&mut self) -> &mut dyn AddressSpace;
 

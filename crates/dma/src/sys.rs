@@ -321,21 +321,6 @@ impl Region {
         })
     }
 
-    /// Binds the region to a NUMA node. Call it before any page is present.
-    pub(crate) fn bind_to_node(&self, node: u32) -> io::Result<()> {
-        // MPOL_BIND of linux/mempolicy.h.
-        const BIND: libc::c_int = 2;
-        if node > 62 {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let mask: libc::c_ulong = 1 << node;
-        // SAFETY: the range is this region's own mapping, and its contents do not change; the mask is one word of which
-        // the kernel reads 63 bits, and lives through the call.
-        let bound =
-            unsafe { libc::syscall(libc::SYS_mbind, self.ptr.as_ptr(), self.len, BIND, &raw const mask, 64, 0) };
-        if bound == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    }
-
     /// Splits the region into fragments of `len` bytes, which must be whole pages, and a shorter one for the rest.
     ///
     /// # Errors

@@ -103,7 +103,6 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/cuda/src/sys/host.rs",
     "crates/daemon/src/fork.rs",
     "crates/daemon/src/guard.rs",
-    "crates/daemon/src/peer.rs",
     "crates/daemon/src/table.rs",
     "crates/dma/src/processor.rs",
     "crates/dma/src/slice.rs",

@@ -6,8 +6,7 @@
 //! container's seccomp profile) it falls back to ordinary reads or to `pread` on threads. [`FileQueue::how`] says so
 //! and why.
 //!
-//! A [`StreamQueue`] reads pipes and sockets, which have no offsets, in order. [`residency`] says how much of a file is
-//! in the page cache.
+//! [`residency`] says how much of a file is in the page cache.
 //!
 //! A [`FileDevice`] is a file that stands for a device: its [`FileDeviceQueue`]s write and read at device addresses.
 //!
@@ -43,7 +42,6 @@ mod residency;
 mod ring;
 mod short;
 mod source;
-mod stream;
 mod workers;
 
 pub use cache::residency;
@@ -56,4 +54,3 @@ pub use reads::SharedReads;
 pub use residency::Residency;
 pub use ring::quarantined_bytes;
 pub use short::read_now;
-pub use stream::StreamQueue;

@@ -60,7 +60,7 @@ pub use open_file::{OpenFile, Select};
 pub use parallel::in_parallel;
 pub use read::{AllocRead, Read, ReadFiles, ReadMethod, ReadOptions, alloc_and_read};
 pub use reference::ReferenceRates;
-pub use report::{Report, Verified};
+pub use report::Report;
 pub use sample::write_sample;
 pub use save::Output;
 pub use set::{ModelSet, SetFile, is_index};

@@ -18,7 +18,7 @@ use crate::set::SetFile;
 /// Chooses tensors by name.
 pub type Select = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// A file that is open for reading: a regular file, a block device, or what can only be read from front to back.
+/// A file that is open for reading: a regular file or a block device.
 ///
 /// Its header is parsed when it is first asked for, and not again.
 pub struct OpenFile {
@@ -104,7 +104,7 @@ impl OpenFile {
         self.select.is_some()
     }
 
-    /// Bytes in it now; 0 for pipes and sockets.
+    /// Bytes in it now.
     ///
     /// # Errors
     /// [`Error::File`] when the kernel does not tell.

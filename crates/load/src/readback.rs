@@ -1,18 +1,17 @@
 //! Reading back through the device's own MMU, to compare.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
-use dmalane_queue::{DeviceQueue, Queue, QueueAddr};
+use dmalane_queue::{Queue, QueueAddr};
 
 use crate::again::Reread;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
 use crate::error::Error;
 use crate::fill::broken;
 use crate::input::Input;
-use crate::report::Verified;
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
@@ -29,23 +28,11 @@ impl OpenDevice {
         index: usize,
         sink: &mut dyn FnMut(u64, VolatileSlice<'_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.read_back_by(None, file, index, sink)
-    }
-
-    /// The same through this queue, if one is given.
-    fn read_back_by(
-        &mut self,
-        by: Option<&mut DeviceQueue>,
-        file: &LoadedFile,
-        index: usize,
-        sink: &mut dyn FnMut(u64, VolatileSlice<'_>) -> Result<(), Error>,
-    ) -> Result<(), Error> {
         self.check(file)?;
         let loaded = file.tensor(index);
         let Some(va) = loaded.va else { return Ok(()) };
         let at = self.address_space().at(va.first());
         let (bounce, queue) = self.bounce(file.model.len)?;
-        let queue = by.unwrap_or(queue);
         let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
         self.resident.sample(va.len());
         read.map_err(|stopped| {
@@ -65,9 +52,8 @@ impl OpenDevice {
         })
     }
 
-    /// Reads every tensor back and compares it with its file: by a program on the device that uses the addresses of the
-    /// tensors, or by copies where the device has [none](dmalane_device::Device::program_queue). `progress` is called
-    /// with the number of bytes compared since the last call.
+    /// Reads every tensor back by its address on the device, compares it with its file, and returns how long that took.
+    /// `progress` is called with the number of bytes compared since the last call.
     ///
     /// The file is read again by its queue, as fast as for the load, ahead of what the device gives back.
     ///
@@ -79,7 +65,7 @@ impl OpenDevice {
         loaded: &Loaded,
         inputs: &mut [Input<S>],
         progress: &mut dyn FnMut(u64),
-    ) -> Result<Verified, Error> {
+    ) -> Result<Duration, Error> {
         let start = Instant::now();
         if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.source.path)) {
             return Err(Error::OtherInputs {
@@ -87,31 +73,26 @@ impl OpenDevice {
                 inputs: inputs.iter().map(|i| i.source.path.clone()).collect(),
             });
         }
-        let (mut program, by_copies) = match self.device.program_queue() {
-            Ok(queue) => (Some(queue), None),
-            Err(why) => (None, Some(why.into())),
-        };
         for (file, input) in loaded.files.iter().zip(inputs) {
             self.check(file)?;
             let (model, queue) = (&file.model, &mut input.queue);
             let mut again = Reread::new(queue, &file.path, model, &mut self.staging, self.options.fill.timeout)?;
-            let result = self.compare(program.as_deref_mut(), file, &mut again, progress);
+            let result = self.compare(file, &mut again, progress);
             again.finish(&mut self.staging);
             result?;
         }
-        Ok(Verified { wall: start.elapsed(), by_copies })
+        Ok(start.elapsed())
     }
 
     /// Compares the tensors of one file.
     fn compare<S: Queue<Addr = FileOffset>>(
         &mut self,
-        mut by: Option<&mut DeviceQueue>,
         file: &LoadedFile,
         again: &mut Reread<'_, S>,
         progress: &mut dyn FnMut(u64),
     ) -> Result<(), Error> {
         for (index, tensor) in file.model.tensors.iter().enumerate() {
-            self.read_back_by(by.as_deref_mut(), file, index, &mut |offset, view| {
+            self.read_back(file, index, &mut |offset, view| {
                 let from = tensor.at.bits() + offset;
                 if let Some(n) = again.first_difference(from, view)? {
                     return Err(Error::Mismatch {

@@ -1,22 +1,11 @@
 //! The report of a load: bytes, and the time of each stage.
 
-use std::error::Error;
-use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::PageSize;
 
 use crate::stage::StageReport;
 use crate::timeline::StageTimeline;
-
-/// A verification that found every tensor equal to its file.
-#[derive(Clone, Debug)]
-pub struct Verified {
-    /// From its beginning to its end.
-    pub wall: Duration,
-    /// Why copies read the device, and not a program on it; `None` when a program did.
-    pub by_copies: Option<Arc<dyn Error + Send + Sync>>,
-}
 
 /// Times and bytes of a load.
 #[derive(Clone, Debug, Default)]
@@ -25,8 +14,8 @@ pub struct Report {
     pub bytes: u64,
     /// From the first header to the last bind.
     pub wall: Duration,
-    /// The verification, if there was one.
-    pub verified: Option<Verified>,
+    /// The time of the verification that found every tensor equal to its file, if there was one.
+    pub verified: Option<Duration>,
     /// Stages in the order of the path.
     pub stages: Vec<StageReport>,
     /// Physically contiguous segments of the staging buffers.

@@ -351,7 +351,7 @@ fn faults_in_the_middle() {
                 assert_eq!(&**why, "by script");
             }
             (3, Err(FillError::Cancelled { of: 300_000, .. })) => {}
-            (4, Ok(_) | Err(FillError::Deadline { of: Some(300_000), .. })) => {}
+            (4, Ok(_) | Err(FillError::Deadline { of: 300_000, .. })) => {}
             other => panic!("seed {seed}: {other:?}"),
         }
         in_the_middle += usize::from(result.is_err() && case.card.ended > 0);
@@ -385,7 +385,7 @@ fn what_hangs_keeps_its_memory() {
         let mut workers = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
         let late = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
         // Everything was read, and the device does not have everything.
-        assert!(matches!(late, FillError::Deadline { of: Some(100_000), .. }), "{late:?}");
+        assert!(matches!(late, FillError::Deadline { of: 100_000, .. }), "{late:?}");
         assert_eq!(case.card.in_flight(), 1);
         assert!(host.stats().pinned_frames > 0 && heap.stats().live > 0, "the device may still read it");
         drop(case);

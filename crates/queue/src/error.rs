@@ -63,12 +63,6 @@ pub enum OpError {
         /// The first byte that differs, counted over what is compared.
         offset: u64,
     },
-    /// A source without offsets (a pipe, a socket) has given these bytes to an earlier read.
-    #[error("the stream is at {position} already")]
-    Passed {
-        /// The offset of the next byte.
-        position: FileOffset,
-    },
     /// The operation was cancelled before it was done.
     #[error("the operation was cancelled")]
     Cancelled,

@@ -93,7 +93,7 @@ pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
         Ok(mapped) => Ok(Box::new(mapped) as _),
         Err(e) => Err(DmaError::Allocate { len, kind: "buffers of SLASH", source: io::Error::new(e.kind(), e) }),
     };
-    DriverHeap::new("slash", allocate).direct()
+    DriverHeap::new("slash", allocate)
 }
 
 /// Registers buffers of the driver, which the card reaches already; all others are refused. The driver's pages are

@@ -14,8 +14,7 @@ use std::time::Duration;
 use ash::vk;
 
 use crate::error::CallError;
-use crate::gpu::{Buffer, Gpu, Program, Timeline};
-use crate::shader;
+use crate::gpu::{Buffer, Gpu, Timeline};
 
 /// One of the GPU's queues, with commands in flight that carry a `T` each.
 pub(crate) struct Channel<T> {
@@ -47,7 +46,6 @@ pub(crate) struct Recording {
     keep: Vec<Arc<Buffer>>,
     /// Those of them that were acquired from other devices, and are released at the end.
     foreign: Vec<Arc<Buffer>>,
-    program: Option<Arc<Program>>,
     /// The commands wait for these.
     after: Vec<Arc<Timeline>>,
 }
@@ -101,7 +99,7 @@ impl<T> Channel<T> {
         match begun {
             Ok(()) => {
                 let (keep, foreign, after) = (Vec::new(), Vec::new(), Vec::new());
-                Ok(Recording { commands, keep, foreign, program: None, after })
+                Ok(Recording { commands, keep, foreign, after })
             }
             Err(e) => {
                 self.free.push(commands);
@@ -195,56 +193,6 @@ impl<T> Channel<T> {
         self.keep(into, to);
         // SAFETY: as for `copy`; the length is one that the call takes.
         unsafe { self.gpu.device().cmd_update_buffer(into.commands, to.handle(), 0, bytes) }
-    }
-
-    /// Has the program copy `len` bytes of a buffer, from `at` on, to the start of another one, by their device
-    /// addresses. A queue for [programs](Gpu::compute_queue) only.
-    pub fn read(
-        &self,
-        into: &mut Recording,
-        program: &Arc<Program>,
-        from: (&Arc<Buffer>, u64),
-        to: &Arc<Buffer>,
-        len: u64,
-    ) {
-        let (from, at) = from;
-        // It reads and writes whole words.
-        let word = |of: u64| of.checked_next_multiple_of(4);
-        let inside = at.checked_add(len).and_then(word).is_some_and(|end| end <= from.len());
-        assert!(inside && (1..=shader::MOST).contains(&len) && word(len) <= Some(to.len()), "bytes of both buffers");
-        let (Some(source), Some(target)) = (from.device_address(), to.device_address()) else {
-            panic!("buffers with device addresses")
-        };
-        let computes = self.gpu.compute_queue().map(|queue| self.gpu.queue(queue).family);
-        assert_eq!(computes, Some(self.gpu.queue(self.queue).family), "a queue for programs");
-        self.keep(into, from);
-        self.keep(into, to);
-        into.program = Some(program.clone());
-        let (parameters, groups) = shader::parameters(source + at, target, len);
-        let (device, commands, compute) = (self.gpu.device(), into.commands, vk::PipelineBindPoint::COMPUTE);
-        // SAFETY: the recording has begun, is not in flight, and keeps the program and the buffers; the queue can
-        // compute; the words of both sides lie within the buffers; every GPU takes 65535 groups, and these are fewer.
-        unsafe {
-            device.cmd_bind_pipeline(commands, compute, program.pipeline());
-            device.cmd_push_constants(commands, program.layout(), vk::ShaderStageFlags::COMPUTE, 0, &parameters);
-            device.cmd_dispatch(commands, groups, 1, 1);
-        }
-    }
-
-    /// Orders a program after all that was written before, by other queues too as far as the host has seen them end.
-    pub fn before_read(&self, into: &Recording) {
-        use vk::AccessFlags as Access;
-        let all = (vk::PipelineStageFlags::ALL_COMMANDS, Access::MEMORY_READ | Access::MEMORY_WRITE);
-        let program = (vk::PipelineStageFlags::COMPUTE_SHADER, Access::SHADER_READ | Access::SHADER_WRITE);
-        self.dependency(into, all, program);
-    }
-
-    /// Orders copies after a program, and after those that came before it, which may have written to the same place.
-    pub fn after_read(&self, into: &Recording) {
-        use vk::AccessFlags as Access;
-        let written = (vk::PipelineStageFlags::COMPUTE_SHADER, Access::SHADER_WRITE);
-        let both = Access::TRANSFER_READ | Access::TRANSFER_WRITE;
-        self.dependency(into, written, (vk::PipelineStageFlags::TRANSFER, both));
     }
 
     /// Orders commands: what comes after this begins when what came before has ended, and sees it.

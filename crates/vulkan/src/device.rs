@@ -215,10 +215,6 @@ impl Device for VulkanDevice {
         std::mem::take(&mut self.queues)
     }
 
-    fn program_queue(&self) -> Result<Box<DeviceQueue>, Box<dyn StdError + Send + Sync>> {
-        Ok(Box::new(GpuQueue::for_programs(self.parts.clone())?))
-    }
-
     fn address_space(&mut self) -> &mut dyn AddressSpace {
         &mut *self.space
     }

@@ -135,9 +135,6 @@ pub enum Error {
         /// The call.
         source: CallError,
     },
-    /// No program of ours can read its memory.
-    #[error("the GPU {0}")]
-    NoPrograms(&'static str),
     /// The GPU was reset or removed while it was used; this call reported it.
     #[error("the GPU is lost ({0}): see the kernel log")]
     Lost(CallError),

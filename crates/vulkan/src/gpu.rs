@@ -20,7 +20,6 @@ use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSli
 use crate::error::{CallError, Error};
 use crate::library::{DMA_BUF, Found, GpuInfo, Library, SPARSE, copied};
 use crate::options::VulkanOptions;
-use crate::shader;
 
 /// Numbers of live objects.
 #[derive(Debug, Default)]
@@ -30,7 +29,6 @@ pub(crate) struct Live {
     pub buffers: AtomicU64,
     pub semaphores: AtomicU64,
     pub pools: AtomicU64,
-    pub programs: AtomicU64,
     /// Binds that waited for those before them.
     #[cfg(test)]
     pub ordered_binds: AtomicU64,
@@ -73,8 +71,6 @@ pub(crate) struct Gpu {
     queues: Vec<QueueHandle>,
     /// Which of the queues binds sparse buffers.
     sparse: Option<usize>,
-    /// Which of the queues runs programs that use device addresses.
-    compute: Option<usize>,
     /// Memory types that sparse buffers take, once there is one.
     sparse_types: OnceLock<u32>,
     /// The first call that found the device lost.
@@ -114,8 +110,6 @@ struct Families {
     copying: Vec<(u32, u32)>,
     /// For sparse binding; it may be one of the others.
     binding: Option<u32>,
-    /// For programs; it may be one of the others.
-    computing: Option<u32>,
 }
 
 fn families(info: &GpuInfo, sparse: bool) -> Families {
@@ -136,8 +130,7 @@ fn families(info: &GpuInfo, sparse: bool) -> Families {
         candidates.find(|family| info.families[*family as usize].0.contains(flags))
     };
     let binding = if sparse { can(Flags::SPARSE_BINDING) } else { None };
-    let computing = if info.device_address { can(Flags::COMPUTE) } else { None };
-    Families { copying: used, binding, computing }
+    Families { copying: used, binding }
 }
 
 /// How families of queues, those that are used, share a buffer. One family at a time owns a foreign buffer: a queue's
@@ -161,17 +154,13 @@ impl Gpu {
         if let Some(missing) = info.missing() {
             return Err(Error::Unsuitable { name: info.name, missing: missing.to_owned() });
         }
-        let Families { copying, binding, computing } =
+        let Families { copying, binding } =
             families(&info, options.sparse && info.sparse.is_some() && info.device_address);
         if copying.is_empty() {
             return Err(Error::Unsuitable { name: info.name, missing: "it has no queue that copies".to_owned() });
         }
         let mut asked = copying.clone();
-        for family in [binding, computing].into_iter().flatten() {
-            if asked.iter().all(|(f, _)| *f != family) {
-                asked.push((family, 1));
-            }
-        }
+        asked.extend(binding.filter(|family| asked.iter().all(|(f, _)| f != family)).map(|family| (family, 1)));
         let priorities = [1.0; QUEUES as usize];
         let families: Vec<_> = asked
             .iter()
@@ -225,7 +214,7 @@ impl Gpu {
             }
         }
         let first_of = |family: Option<u32>| family.and_then(|family| queues.iter().position(|q| q.family == family));
-        let (sparse, compute) = (first_of(binding), first_of(computing));
+        let sparse = first_of(binding);
         let families = asked.iter().map(|(family, _)| *family).collect();
         Ok(Arc::new(Self {
             device,
@@ -239,7 +228,6 @@ impl Gpu {
             families,
             queues,
             sparse,
-            compute,
             sparse_types: OnceLock::new(),
             lost: OnceLock::new(),
             ownership: Mutex::default(),
@@ -285,11 +273,6 @@ impl Gpu {
     /// True when sparse buffers can be bound.
     pub fn binds(&self) -> bool {
         self.sparse.is_some()
-    }
-
-    /// The queue that runs programs which use device addresses; `None` where there is none.
-    pub fn compute_queue(&self) -> Option<usize> {
-        self.compute
     }
 
     /// Number of queues that copy.
@@ -851,59 +834,6 @@ impl Drop for Buffer {
         // After the buffer.
         self.memory = None;
         self.gpu.live.buffers.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// The program that reads device addresses ([`shader`]), for a compute queue.
-pub(crate) struct Program {
-    module: vk::ShaderModule,
-    layout: vk::PipelineLayout,
-    pipeline: vk::Pipeline,
-    gpu: Arc<Gpu>,
-}
-
-impl Program {
-    /// Compiles it for a GPU that has a [queue](Gpu::compute_queue) for it.
-    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CallError> {
-        let (module, layout) = (vk::ShaderModule::null(), vk::PipelineLayout::null());
-        let mut this = Self { module, layout, pipeline: vk::Pipeline::null(), gpu: gpu.clone() };
-        gpu.live.programs.fetch_add(1, Ordering::Relaxed);
-        let info = vk::ShaderModuleCreateInfo::default().code(&shader::WORDS);
-        // SAFETY: the words are a valid program that needs device addresses alone, which the device has.
-        this.module = gpu.call("vkCreateShaderModule", |d| unsafe { d.create_shader_module(&info, None) })?;
-        let compute = vk::ShaderStageFlags::COMPUTE;
-        let ranges = [vk::PushConstantRange::default().stage_flags(compute).size(shader::PARAMETERS as u32)];
-        let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&ranges);
-        // SAFETY: every GPU takes 128 bytes of push constants.
-        this.layout = gpu.call("vkCreatePipelineLayout", |d| unsafe { d.create_pipeline_layout(&info, None) })?;
-        let stage = vk::PipelineShaderStageCreateInfo::default().stage(compute).module(this.module).name(c"main");
-        let info = [vk::ComputePipelineCreateInfo::default().stage(stage).layout(this.layout)];
-        this.pipeline = gpu.call("vkCreateComputePipelines", |d| {
-            // SAFETY: the module and the layout exist, and the layout has the program's parameters.
-            let made = unsafe { d.create_compute_pipelines(vk::PipelineCache::null(), &info, None) };
-            made.map(|made| made[0]).map_err(|(_, result)| result)
-        })?;
-        Ok(this)
-    }
-
-    pub fn pipeline(&self) -> vk::Pipeline {
-        self.pipeline
-    }
-
-    pub fn layout(&self) -> vk::PipelineLayout {
-        self.layout
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // SAFETY: what is in flight owns a reference to its program; destroying what was not created does nothing.
-        unsafe {
-            self.gpu.device.destroy_pipeline(self.pipeline, None);
-            self.gpu.device.destroy_pipeline_layout(self.layout, None);
-            self.gpu.device.destroy_shader_module(self.module, None);
-        }
-        self.gpu.live.programs.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

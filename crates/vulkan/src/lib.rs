@@ -20,7 +20,6 @@ mod memory;
 mod options;
 mod queue;
 mod registrar;
-mod shader;
 mod sparse;
 #[cfg(test)]
 mod tests;

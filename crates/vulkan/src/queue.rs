@@ -14,11 +14,10 @@ use dmalane_queue::{
 
 use crate::channel::{Channel, Recording};
 use crate::error::{CallError, Error};
-use crate::gpu::{Buffer, Gpu, Program};
+use crate::gpu::{Buffer, Gpu};
 use crate::hazards::{Hazards, Place, Side};
 use crate::memory::GpuMemory;
 use crate::registrar::{Import, Importer};
-use crate::shader;
 use crate::sparse::SparseMap;
 
 /// Operations in flight.
@@ -71,12 +70,10 @@ pub(crate) struct Parts {
     pub direct: u64,
 }
 
-/// Memory of the queue's own, for a pattern that fills copy; or, of a queue that only reads by a program, for what the
-/// program has read and copies move on: host memory has no device address, and need not lie at multiples of four.
+/// Memory of the queue's own, for a pattern that fills copy.
 struct Scratch {
     buffer: Arc<Buffer>,
     pattern: Option<u64>,
-    program: Option<Arc<Program>>,
 }
 
 /// Where the bytes of an operation are: a buffer, the offset in it, and an address that tells whether two are the same.
@@ -203,25 +200,7 @@ impl Writer<'_> {
 
     /// Copies between two lists of runs with as many bytes.
     fn copy_all(&mut self, from: (&[Run], Side), to: (&[Run], Side)) {
-        pairs(from.0, to.0, |(a, in_a), (b, in_b), len| match self.scratch.program {
-            Some(_) => (0..len).step_by(shader::MOST as usize).for_each(|at| {
-                self.read((a, in_a + at), (b, in_b + at), (len - at).min(shader::MOST));
-            }),
-            None => self.copy((a, from.1), (b, to.1), (in_a, in_b), len),
-        });
-    }
-
-    /// Has the program read a part of device memory by its address, after all that was written down before.
-    fn read(&mut self, (from, at): (&Run, u64), (to, to_at): (&Run, u64), len: u64) {
-        self.keep_behind(from);
-        let Some(program) = &self.scratch.program else { return };
-        let (source, between) = ((&from.buffer, from.offset + at), &self.scratch.buffer);
-        self.channel.before_read(self.recording);
-        self.channel.read(self.recording, program, source, between, len);
-        self.channel.after_read(self.recording);
-        let region = vk::BufferCopy { src_offset: 0, dst_offset: to.offset + to_at, size: len };
-        self.channel.copy(self.recording, between, &to.buffer, &[region]);
-        self.to_host = true;
+        pairs(from.0, to.0, |(a, in_a), (b, in_b), len| self.copy((a, from.1), (b, to.1), (in_a, in_b), len));
     }
 
     /// Fills a run, whose first byte is the byte `phase` of the pattern.
@@ -445,27 +424,8 @@ fn write(
 impl GpuQueue {
     /// A queue over the GPU's queue of this number.
     pub fn new(parts: Parts, index: usize) -> Result<Self, Error> {
-        Self::with(parts, index, SCRATCH, None)
-    }
-
-    /// A queue that only copies to the host, and reads device memory as programs see it: a program on the GPU copies
-    /// it, by its device address.
-    ///
-    /// # Errors
-    /// Why the GPU cannot run the program.
-    pub fn for_programs(parts: Parts) -> Result<Self, Error> {
-        let gpu = &parts.gpu;
-        let index = gpu.compute_queue().ok_or(Error::NoPrograms(match gpu.info().device_address {
-            true => "has no queue that runs programs",
-            false => "gives programs no addresses (bufferDeviceAddress)",
-        }))?;
-        let program = Arc::new(Program::new(gpu)?);
-        Self::with(parts, index, shader::MOST, Some(program))
-    }
-
-    fn with(parts: Parts, index: usize, scratch: u64, program: Option<Arc<Program>>) -> Result<Self, Error> {
         let channel = Channel::new(&parts.gpu, index)?;
-        let scratch = Scratch { buffer: parts.memory.scratch(scratch)?, pattern: None, program };
+        let scratch = Scratch { buffer: parts.memory.scratch(SCRATCH)?, pattern: None };
         Ok(Self {
             parts,
             channel,
@@ -562,8 +522,7 @@ impl GpuQueue {
 
     /// Has the processor make a copy that was just submitted, if the GPU has nothing to do and its memory is mapped.
     fn copy_directly(&mut self) {
-        let possible = self.parts.gpu.maps_memory() && self.scratch.program.is_none();
-        if !possible || self.channel.in_flight() > 0 || !self.late.is_empty() {
+        if !self.parts.gpu.maps_memory() || self.channel.in_flight() > 0 || !self.late.is_empty() {
             return;
         }
         let [(_, operation)] = self.waiting.make_contiguous() else { return };
@@ -618,10 +577,7 @@ impl Queue for GpuQueue {
     }
 
     fn capabilities(&self) -> Capabilities {
-        match self.scratch.program {
-            Some(_) => Capabilities::TO_HOST | Capabilities::FENCE | Capabilities::ORDERED | Capabilities::STOP,
-            None => Capabilities::COPY_ENGINE,
-        }
+        Capabilities::COPY_ENGINE
     }
 
     fn in_flight(&self) -> usize {

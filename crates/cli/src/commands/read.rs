@@ -287,7 +287,7 @@ impl Read {
         let shareable =
             self.export.is_some() || self.device.as_ref().is_some_and(|spec| spec.kind().served_by().is_some());
         let dma_buf = self.dma_buf;
-        let needs = Needs { shareable, dma_buf, pages: Some(self.pages), ..Needs::default() };
+        let needs = Needs { shareable, dma_buf, pages: Some(self.pages) };
         let heap: Arc<dyn Heap> = match self.heap {
             HeapKind::Auto => {
                 return pick(needs).map_err(|e| {

@@ -2,7 +2,6 @@
 
 mod outcome;
 mod page;
-mod repeat;
 mod report;
 
 use std::fs::Metadata;
@@ -13,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use clap::{Args, ValueEnum};
 use dmalane::devices::Ability;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, TestedDevice, ValidateError, ValidateEvent,
@@ -40,9 +39,8 @@ Examples:
   dmalane validate --buffer-size 4KiB,64KiB,1MiB,16MiB --report sizes.html
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory -v
-  dmalane validate -j 2 --placement ddr --repeat 5     median and spread of each figure
   dmalane validate -j 1 --iodepth 16                   many transfers in flight, one thread
-  dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1 --like v80-smi
+  dmalane validate -j 2 --buffer-size 64MiB --offset 64MiB --mm-channel 0,0,1,1
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB --overwrite
 
 Overwrites the device's memory from --starting-offset on. A file or a block device that holds data is \
@@ -91,14 +89,10 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = within::<u64>(1..=u64::MAX))]
     iterations: Option<u64>,
 
-    /// Measure N times; report medians with their spread
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
-    repeat: u32,
-
     #[command(flatten)]
     consent: Consent,
 
-    /// Write a page (HTML): figures beside references, charts over sizes
+    /// Write a page (HTML): figures beside references
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     report: Option<PathBuf>,
 
@@ -135,10 +129,6 @@ pub(crate) struct Validate {
     #[command(flatten, next_help_heading = OUTPUTS)]
     format: output::OutputFormat,
 
-    /// Print the rates like another tool, too: v80-smi in MB/s of 2^20 bytes, nvbandwidth by its names
-    #[arg(long, value_enum, value_name = "TOOL", conflicts_with = "json")]
-    like: Option<Like>,
-
     #[command(flatten)]
     replace: output::Replace,
 }
@@ -147,15 +137,6 @@ pub(crate) struct Validate {
 const BUFFERS: &str = "Buffers and channels";
 /// That of options about output.
 const OUTPUTS: &str = "Outputs";
-
-/// Another tool.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-enum Like {
-    /// AMD's v80-smi.
-    V80Smi,
-    /// NVIDIA's nvbandwidth.
-    Nvbandwidth,
-}
 
 /// SIGINT and SIGTERM, caught.
 struct Signals {
@@ -199,21 +180,8 @@ impl Validate {
             ValidateEvent::Steps(n) => bar.more_steps(n),
             ValidateEvent::Step(what) => bar.step(what),
         };
-        let (mut report, mut spreads) = (ValidateReport::default(), Vec::new());
-        let mut result = measure(&target, &settings, &mut report, &mut watch);
-        if self.repeat > 1 && result.is_ok() && report.passed() {
-            let mut reports = vec![report];
-            for _ in 1..self.repeat {
-                let mut next = ValidateReport::default();
-                result = measure(&target, &settings, &mut next, &mut watch);
-                let failed = result.is_err() || !next.passed();
-                reports.push(next);
-                if failed {
-                    break;
-                }
-            }
-            (report, spreads) = repeat::median(reports);
-        }
+        let mut report = ValidateReport::default();
+        let result = measure(&target, &settings, &mut report, &mut watch);
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
         let (device, notes) = (target.name.clone(), target.notes());
@@ -225,7 +193,7 @@ impl Validate {
             n => signals.mark(failure).cause(format!("the kernel still holds {} of buffers", binary(n))),
         });
         let complete = failed.is_none();
-        let outcome = ValidateOutcome { device, notes, settings, report, spreads, complete };
+        let outcome = ValidateOutcome { device, notes, settings, report, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, &outputs)?;
         }
@@ -255,13 +223,9 @@ impl Validate {
         };
         let written = page.write(outputs, " (the device was measured)");
         let path = self.report.as_deref().filter(|_| written.is_ok());
-        match self.like {
-            _ if self.format.json => output::print_json(&report::json(outcome, path))?,
-            Some(Like::Nvbandwidth) => output::print(&report::nvbandwidth(outcome))?,
-            like => {
-                let mb = like == Some(Like::V80Smi);
-                output::print_text(&report::text(outcome, path, self.format.verbose, mb))?;
-            }
+        match self.format.json {
+            true => output::print_json(&report::json(outcome, path))?,
+            false => output::print_text(&report::text(outcome, path, self.format.verbose))?,
         }
         written
     }

@@ -1,17 +1,16 @@
 //! The report of a command as one page (HTML): answer, sections, machine and command.
 
-mod chart;
+mod bars;
 mod html;
 mod machine;
 mod timeline;
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use dmalane::load::StageTimeline;
 
-pub use chart::{Chart, ChartLine, RateBar};
-use html::{escape, key};
+pub use bars::RateBar;
+use html::escape;
 pub use machine::Machine;
 
 use crate::failure::Failure;
@@ -38,8 +37,6 @@ pub enum Section<'a> {
     Timeline(&'a StageTimeline, Duration),
     /// Rates, each beside its reference.
     Bars(Vec<RateBar>, String),
-    /// Drawings over the size of buffers with their title, and what the lines mean.
-    Charts(&'a str, Vec<Chart>, &'a str),
     /// A table with its title, and what its columns mean.
     Table(&'a str, Table, &'a str),
 }
@@ -89,15 +86,10 @@ impl Section<'_> {
             ),
             Self::Bars(bars, note) if !bars.is_empty() => {
                 let of = bars.iter().any(|bar| bar.reference.is_some());
-                (if of { "Rates beside their references" } else { "Rates" }, chart::bars(bars), note.as_str())
-            }
-            Self::Charts(title, charts, note) if !charts.is_empty() => {
-                let lines = charts.iter().flat_map(|chart| &chart.lines).filter(|line| !line.dashed);
-                let colours: BTreeMap<_, _> = lines.map(|line| (line.colour, line.name.as_str())).collect();
-                (*title, format!("{}{}", key(colours.into_iter()), chart::charts(charts)), *note)
+                (if of { "Rates beside their references" } else { "Rates" }, bars::html(bars), note.as_str())
             }
             Self::Table(title, table, note) if !table.is_empty() => (*title, self::table(table), *note),
-            Self::Bars(..) | Self::Charts(..) | Self::Table(..) => return String::new(),
+            Self::Bars(..) | Self::Table(..) => return String::new(),
         };
         let note = if note.is_empty() { String::new() } else { format!("<p class=\"note\">{}</p>\n", escape(note)) };
         format!("<h2>{}</h2>\n{body}{note}", escape(title))
@@ -131,8 +123,6 @@ mod tests {
     #[test]
     fn every_text_of_a_page_is_escaped() {
         let evil = "<b>\"&'";
-        let line = ChartLine { name: evil.into(), colour: 2, dashed: false, points: vec![(4096, 1e9), (8192, 2e9)] };
-        let chart = |times| Chart { title: evil.into(), times, lines: vec![line.clone()] };
         let bar = RateBar { name: evil.into(), colour: 1, got: 1e9, reference: Some(2e9) };
         let table = |rows: usize| {
             let mut table = Table::new("lr", [evil; 2]);
@@ -145,14 +135,13 @@ mod tests {
             answer: (evil.into(), evil.into()),
             sections: vec![
                 Section::Bars(vec![bar], evil.to_owned()),
-                Section::Charts(evil, vec![chart(false), chart(true)], evil),
                 Section::Table(evil, table(1), evil),
                 Section::Table("left out", table(0), evil),
             ],
         };
         let html = page.html(&Machine::this());
         assert!(
-            !html.contains("<b>") && !html.contains("left out") && html.matches("&lt;b&gt;").count() >= 20,
+            !html.contains("<b>") && !html.contains("left out") && html.matches("&lt;b&gt;").count() >= 12,
             "{html}"
         );
     }

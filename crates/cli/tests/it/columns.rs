@@ -23,7 +23,7 @@ pub const COMMANDS: &[(&str, i32)] = &[
     ("verify m.safetensors --manifest manifest", 0),
     ("vm replay b --times", 0),
     ("vm bench 1MiB 100", 0),
-    ("validate -j 1 --placement ddr --buffer-size 64KiB --iterations 1 -v --like v80-smi", 0),
+    ("validate -j 1 --placement ddr --buffer-size 64KiB --iterations 1 -v", 0),
     ("doctor", 0),
     ("devices", 0),
     ("iopt formats", 0),

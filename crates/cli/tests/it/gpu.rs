@@ -39,18 +39,6 @@ fn in_every_command(layers: Option<&Layers>, device: &str) -> Option<()> {
     for figure in validated["figures"].as_array().unwrap() {
         assert!(figure["reference_bytes_per_s"].as_f64() > Some(0.0), "{figure}");
     }
-    let named = run(&format!("validate -d {device} {quick} --like nvbandwidth"))?;
-    for name in [
-        "host_to_device_memcpy_ce",
-        "device_to_host_memcpy_ce",
-        "host_to_device_bidirectional_memcpy_ce",
-        "device_to_host_bidirectional_memcpy_ce",
-    ] {
-        let sum = named.lines().find_map(|line| line.strip_prefix(&format!("SUM {name} ")));
-        let sum: f64 = sum.unwrap_or_else(|| panic!("{name}: {named}")).parse().unwrap();
-        // A busy machine may round it to 0.00.
-        assert!(sum >= 0.0 && named.contains(&format!("Running {name}.\nmemcpy CE CPU(row) ")), "{named}");
-    }
     Some(())
 }
 

@@ -113,7 +113,6 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("-d ram:64MiB --placement ddr", "--placement is for a card"),
             ("--pages 3m", "--pages"),
             ("--report -", "stdout is for the report"),
-            ("--like v80-smi --json", "cannot be used with"),
         ],
     ),
     ("doctor", &[("a b", "b")]),

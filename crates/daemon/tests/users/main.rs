@@ -96,11 +96,11 @@ fn open_to_all(daemon: &Daemon) {
 
 /// Runs this test as another user without supplementary groups.
 fn spawn(uid: u32, test: &str, daemon: &Daemon) -> Other {
-    spawn_in("--clear-groups", uid, test, daemon, &[])
+    spawn_in(uid, test, daemon, &[])
 }
 
-/// Runs this test as another user with the supplementary groups of that option of setpriv, and these variables.
-fn spawn_in(groups: &str, uid: u32, test: &str, daemon: &Daemon, variables: &[(&str, &str)]) -> Other {
+/// The same, with these variables.
+fn spawn_in(uid: u32, test: &str, daemon: &Daemon, variables: &[(&str, &str)]) -> Other {
     // A copy, because the folder of the build may be closed to other users.
     let program = daemon.path.with_file_name("test");
     if !program.exists() {
@@ -111,7 +111,7 @@ fn spawn_in(groups: &str, uid: u32, test: &str, daemon: &Daemon, variables: &[(&
     let mut command = Command::new("setsid");
     // With as many descriptors as an attack has mappings, where root may allow that.
     command.args(["sh", "-c", "ulimit -n 65536 2>/dev/null; exec \"$0\" \"$@\""]);
-    command.args(["setpriv", "--reuid", &id, "--regid", &id, groups]).arg(program);
+    command.args(["setpriv", "--reuid", &id, "--regid", &id, "--clear-groups"]).arg(program);
     command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]).env(SOCKET, &daemon.path);
     command.envs(variables.iter().copied());
     Other::new(command)
@@ -276,7 +276,7 @@ fn can_refuse_descriptors() -> bool {
 
 #[test]
 fn a_refused_user_cannot_stop_accept() {
-    let config = Config { uids: vec![0], ..Config::default() };
+    let config = Config { clients: 16, user_percent: 1, ..Config::default() };
     connects_beside_a_clog("a_refused_user_cannot_stop_accept", false, config);
 }
 
@@ -339,7 +339,7 @@ fn subordinate_users_share_the_limits_of_their_owner() {
     }
     let me = "subordinate_users_share_the_limits_of_their_owner";
     let subordinates = vec![(100_000..100_010, 40_002)];
-    let daemon = Daemon::start(Config { clients: 16, user_clients: Some(5), subordinates, ..Config::default() });
+    let daemon = Daemon::start(Config { clients: 20, user_percent: 25, subordinates, ..Config::default() });
     open_to_all(&daemon);
     // Two subordinate users and their owner together have the limit of one user; another user has its own.
     let mut processes: Vec<Other> = Vec::new();
@@ -366,13 +366,14 @@ fn each_limit_holds_for_sixteen_users_at_once() {
     let me = "each_limit_holds_for_sixteen_users_at_once";
     let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, ..ClientLimits::default() };
     let subordinates = vec![(100_000..100_010, 40_002)];
-    let config = Config { clients: 128, limits, subordinates, ..Config::default() };
-    // Each lets a user have so many clients. The memory: a function with a queue counts 1.2 MiB, page tables a little.
+    let config = Config { clients: 1024, user_percent: 1, limits, subordinates, ..Config::default() };
+    // Of each a user may have one percent, which is enough for so many clients. The memory: a function with a queue
+    // counts 1.2 MiB, page tables a little.
     for (limit, most, config) in [
-        ("--user-clients", 3, Config { user_clients: Some(3), ..config.clone() }),
-        ("--user-ddr", 3, Config { user_ddr: Some(6 << 20), ..config.clone() }),
-        ("--user-hbm", 3, Config { user_hbm: Some(12 << 20), ..config.clone() }),
-        ("--user-memory", 6, Config { user_memory: Some(8 << 20), ..config.clone() }),
+        ("limit of clients (--user-share)", 3, Config { clients: 300, ..config.clone() }),
+        ("of 6291456 (--user-share)", 3, Config { ddr: 600 << 20, ..config.clone() }),
+        ("of 12582912 (--user-share)", 3, Config { hbm: 1200 << 20, ..config.clone() }),
+        ("of 8388608 (--user-share)", 6, Config { memory: Some(800 << 20), ..config.clone() }),
     ] {
         let daemon = Daemon::start(config);
         open_to_all(&daemon);
@@ -415,12 +416,12 @@ fn connections_that_open_nothing_are_charged() {
         return;
     }
     let me = "connections_that_open_nothing_are_charged";
-    let config = Config { clients: 128, user_clients: Some(100), user_memory: Some(8 << 20), ..Config::default() };
+    let config = Config { clients: 1000, user_percent: 10, memory: Some(80 << 20), ..Config::default() };
     let daemon = Daemon::start(config);
     open_to_all(&daemon);
     let hostile = spawn(HOSTILE, me, &daemon).wait_for("took ");
     // 192 KiB each.
-    assert!(hostile.contains("took 42: ") && hostile.contains("--user-memory"), "{hostile}");
+    assert!(hostile.contains("took 42: ") && hostile.contains("bytes of memory; this user has"), "{hostile}");
     daemon.end_empty();
 }
 
@@ -433,42 +434,13 @@ fn status_shows_the_clients_of_the_own_user() {
         return;
     }
     let me = "status_shows_the_clients_of_the_own_user";
-    for (admins, seen) in [(vec![], "sees 3 with 6 MiB of all\n"), (vec![HOSTILE], "sees 5 with 2054 MiB of all\n")] {
-        let daemon = Daemon::start(Config { admins, ..Config::default() });
-        open_to_all(&daemon);
-        let _mine = [daemon.connect(), daemon.connect()];
-        let line = spawn(HOSTILE, me, &daemon).wait_for("sees ");
-        assert!(line.ends_with(seen), "{line}, not {seen}");
-    }
-}
-
-#[test]
-fn supplementary_groups_count() {
-    if let Some(path) = other() {
-        take(&path, 2, 0);
-    }
-    if !root() {
-        return;
-    }
-    let me = "supplementary_groups_count";
-    let many: Vec<_> = (50_000..50_300).chain([256, 512]).map(|gid: u32| gid.to_string()).collect();
-    let many = format!("--groups={}", many.join(","));
-    // Nobody by its own group 40001; members of 512 may connect, of 256 see all.
-    for (gids, admin_gids, [few, all]) in [
-        (vec![], vec![256], ["sees 2", "sees 3"]),
-        (vec![512], vec![], ["took 0", "sees 2"]),
-        (vec![512], vec![256], ["took 0", "sees 3"]),
-        (vec![HOSTILE], vec![HOSTILE], ["sees 3", "sees 3"]),
-    ] {
-        let daemon = Daemon::start(Config { uids: vec![0; gids.len()], gids, admin_gids, ..Config::default() });
-        open_to_all(&daemon);
-        for (groups, said) in [("--clear-groups", few), (&many, all)] {
-            let mine = daemon.connect();
-            spawn_in(groups, HOSTILE, me, &daemon, &[]).wait_for(said);
-            drop(mine);
-            daemon.wait_until_empty();
-        }
-    }
+    let daemon = Daemon::start(Config::default());
+    open_to_all(&daemon);
+    let _mine = [daemon.connect(), daemon.connect()];
+    let mut hostile = spawn(HOSTILE, me, &daemon);
+    let line = hostile.wait_for("sees ");
+    assert!(line.ends_with("sees 3 with 6 MiB of all\n"), "{line}");
+    assert_eq!(daemon.status().clients.iter().filter(|client| client.queues > 0).count(), 5, "root sees all");
 }
 
 #[test]
@@ -521,7 +493,7 @@ fn users_share_the_worker_whatever_the_number_of_their_clients() {
     open_to_all(&daemon);
     let users = [(40_002, "1"), (40_003, "8")];
     let processes = users.map(|(uid, clients)| {
-        let mut process = spawn_in("--clear-groups", uid, me, &daemon, &[(CLIENTS, clients)]);
+        let mut process = spawn_in(uid, me, &daemon, &[(CLIENTS, clients)]);
         process.wait_for("full");
         process
     });
@@ -727,8 +699,7 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
         open_to_all(&daemon);
         let mut clients = measured(&daemon);
         let attack = || {
-            let mut hostile =
-                spawn_in("--clear-groups", HOSTILE, me, &daemon, &[(ATTACK, name), (CLIENTS, connections)]);
+            let mut hostile = spawn_in(HOSTILE, me, &daemon, &[(ATTACK, name), (CLIENTS, connections)]);
             hostile.wait_for("attacking");
             hostile
         };

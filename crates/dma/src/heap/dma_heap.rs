@@ -56,13 +56,7 @@ impl Heap for DmaHeap {
     }
 
     fn capabilities(&self) -> HeapCapabilities {
-        HeapCapabilities {
-            shareable: true,
-            direct_io: false,
-            registrable: false,
-            dma_buf: true,
-            best_pages: PageKind::Base,
-        }
+        HeapCapabilities { shareable: true, dma_buf: true, best_pages: PageKind::Base }
     }
 
     fn stats(&self) -> HeapStats {

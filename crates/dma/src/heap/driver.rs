@@ -11,7 +11,6 @@ use crate::{Error, HeapStats, PageBacking, PageKind};
 pub struct DriverHeap {
     name: &'static str,
     allocate: Allocate,
-    direct_io: bool,
     counters: Arc<Counters>,
 }
 
@@ -23,13 +22,7 @@ impl DriverHeap {
         name: &'static str,
         allocate: impl Fn(usize) -> Result<Box<dyn DriverMemory>, Error> + Send + Sync + 'static,
     ) -> Self {
-        Self { name, allocate: Box::new(allocate), direct_io: false, counters: Arc::default() }
-    }
-
-    /// The same for a driver whose memory the kernel can pin: files are read into it directly.
-    #[must_use]
-    pub fn direct(self) -> Self {
-        Self { direct_io: true, ..self }
+        Self { name, allocate: Box::new(allocate), counters: Arc::default() }
     }
 }
 
@@ -48,13 +41,7 @@ impl Heap for DriverHeap {
 
     /// No file is read into it directly unless the driver says so: most map memory that the kernel cannot pin.
     fn capabilities(&self) -> HeapCapabilities {
-        HeapCapabilities {
-            shareable: false,
-            direct_io: self.direct_io,
-            registrable: false,
-            dma_buf: false,
-            best_pages: PageKind::Base,
-        }
+        HeapCapabilities { shareable: false, dma_buf: false, best_pages: PageKind::Base }
     }
 
     fn stats(&self) -> HeapStats {

@@ -37,7 +37,6 @@ struct FallbackChain {
     best: PageKind,
     /// The kernel's switch for transparent huge pages in this kind of memory.
     switch: &'static str,
-    node: Option<u32>,
     /// Buffers have a multiple of these bytes.
     multiple: usize,
     counters: Arc<Counters>,
@@ -45,7 +44,7 @@ struct FallbackChain {
 
 impl FallbackChain {
     fn new(best: PageKind, switch: &'static str) -> Self {
-        Self { best, switch, node: None, multiple: page(), counters: Arc::default() }
+        Self { best, switch, multiple: page(), counters: Arc::default() }
     }
 
     /// Maps memory with the best page kind that works. `populate`: a kind counts as failed when its pages cannot be
@@ -101,14 +100,6 @@ impl FallbackChain {
 
     fn attempt(&self, len: NonZeroUsize, kind: PageKind, populate: bool, map: Map<'_>) -> io::Result<Region> {
         let region = map(len, kind)?;
-        if let Some(node) = self.node {
-            let refused = |e: io::Error| {
-                let online = std::fs::read_to_string("/sys/devices/system/node/online");
-                let online = online.map_or(String::new(), |nodes| format!("; nodes of this machine: {}", nodes.trim()));
-                io::Error::new(e.kind(), format!("cannot bind it to NUMA node {node}: {e}{online}"))
-            };
-            region.bind_to_node(node).map_err(refused)?;
-        }
         if populate {
             region.populate(0, region.len())?;
         }
@@ -180,14 +171,6 @@ impl<const SHARED: bool> PageHeap<SHARED> {
         Self(FallbackChain::new(best, if SHARED { SHARED_SWITCH } else { ANONYMOUS }))
     }
 
-    /// Binds all memory of the heap to one NUMA node, if `node` names one. Allocation fails when the node does not
-    /// exist.
-    #[must_use]
-    pub fn bound_to(mut self, node: Option<u32>) -> Self {
-        self.0.node = node;
-        self
-    }
-
     /// Buffers are multiples of `bytes`, a power of two, if that is more than a page of the kernel.
     #[must_use]
     pub fn in_multiples_of(mut self, bytes: usize) -> Self {
@@ -224,13 +207,7 @@ impl<const SHARED: bool> Heap for PageHeap<SHARED> {
     }
 
     fn capabilities(&self) -> HeapCapabilities {
-        HeapCapabilities {
-            shareable: SHARED,
-            direct_io: true,
-            registrable: true,
-            dma_buf: SHARED && has_udmabuf(),
-            best_pages: self.0.best,
-        }
+        HeapCapabilities { shareable: SHARED, dma_buf: SHARED && has_udmabuf(), best_pages: self.0.best }
     }
 
     fn stats(&self) -> HeapStats {

@@ -10,10 +10,6 @@ use crate::PageKind;
 pub struct HeapCapabilities {
     /// Another process can map them, by a file descriptor.
     pub shareable: bool,
-    /// Files can be read into them with direct I/O.
-    pub direct_io: bool,
-    /// io_uring can register them.
-    pub registrable: bool,
     /// Drivers can import them, as a dma-buf.
     pub dma_buf: bool,
     /// The best page kind.
@@ -23,12 +19,7 @@ pub struct HeapCapabilities {
 impl fmt::Display for HeapCapabilities {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "up to {}", self.best_pages)?;
-        for (can, what) in [
-            (self.direct_io, "direct I/O"),
-            (self.registrable, "io_uring registration"),
-            (self.shareable, "shareable"),
-            (self.dma_buf, "dma-buf"),
-        ] {
+        for (can, what) in [(self.shareable, "shareable"), (self.dma_buf, "dma-buf")] {
             write!(f, "{}{what}", if can { ", " } else { ", no " })?;
         }
         Ok(())
@@ -40,17 +31,8 @@ impl fmt::Display for HeapCapabilities {
 pub struct Needs {
     /// Another process can map it.
     pub shareable: bool,
-    /// Files can be read into it with direct I/O.
-    pub direct_io: bool,
-    /// io_uring can register it.
-    pub registrable: bool,
-    /// Bytes that will be registered or pinned at one time. More than this process may lock (RLIMIT_MEMLOCK) is an
-    /// error for every heap.
-    pub pinned: u64,
     /// A driver can import it as a dma-buf.
     pub dma_buf: bool,
-    /// NUMA node of all pages; `None` for any.
-    pub node: Option<u32>,
     /// First page kind of the fallback chain; `None` for reserved 2 MiB pages.
     pub pages: Option<PageKind>,
 }
@@ -60,13 +42,10 @@ impl Needs {
     pub(super) fn missing(&self, has: &HeapCapabilities) -> Option<&'static str> {
         // What can be shared is a memfd, which udmabuf wraps, or a dma-buf already.
         let no_dma_buf = if has.shareable { "there is no /dev/udmabuf for it" } else { "cannot become a dma-buf" };
-        [
-            (self.shareable, has.shareable, "cannot be shared with another process"),
-            (self.direct_io, has.direct_io, "takes no direct I/O"),
-            (self.registrable, has.registrable, "cannot be registered with io_uring"),
-            (self.dma_buf, has.dma_buf, no_dma_buf),
-        ]
-        .into_iter()
-        .find_map(|(needed, had, why)| (needed && !had).then_some(why))
+        match () {
+            () if self.shareable && !has.shareable => Some("cannot be shared with another process"),
+            () if self.dma_buf && !has.dma_buf => Some(no_dma_buf),
+            () => None,
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs};
-use crate::{Error, PageKind, memlock_left};
+use crate::{Error, PageKind};
 
 /// The chosen heap, with the reasons against better ones.
 pub struct Picked {
@@ -28,26 +28,14 @@ impl fmt::Display for Picked {
 /// dma-bufs), then the kernel's dma-buf heap.
 ///
 /// # Errors
-/// [`Error::NoHeap`] with the reason for each heap; [`Error::PinLimit`] when `pinned`
-/// exceeds the lock limit.
+/// [`Error::NoHeap`] with the reason for each heap.
 pub fn pick(needs: Needs) -> Result<Picked, Error> {
-    pick_within(needs, memlock_left())
-}
-
-fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
-    if let Some(limit) = left.filter(|left| needs.pinned > *left) {
-        // `left` already excludes memory that is pinned.
-        return Err(Error::PinLimit { wanted: needs.pinned, pinned: 0, limit });
-    }
     let best = needs.pages.unwrap_or(PageKind::Hugetlb2M);
     type Open<'a> = &'a dyn Fn() -> Result<Arc<dyn Heap>, String>;
     let heaps: [(&'static str, Open<'_>); 3] = [
-        ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best).bound_to(needs.node)))),
-        ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best).bound_to(needs.node)))),
-        ("dma-heap", &|| match needs.node {
-            Some(_) => Err("cannot be bound to a NUMA node".to_owned()),
-            None => Ok(Arc::new(DmaHeap::open("system").map_err(|e| e.to_string())?)),
-        }),
+        ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best)))),
+        ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best)))),
+        ("dma-heap", &|| Ok(Arc::new(DmaHeap::open("system").map_err(|e| e.to_string())?))),
     ];
     let suitable = |heap: Arc<dyn Heap>| match needs.missing(&heap.capabilities()) {
         None => Ok(heap),
@@ -69,12 +57,12 @@ mod tests {
 
     #[test]
     fn picks_the_first_suitable_heap() {
-        let plain = pick(Needs { direct_io: true, registrable: true, ..Needs::default() }).unwrap();
+        let plain = pick(Needs::default()).unwrap();
         assert_eq!((plain.heap.name(), plain.passed_over.len()), ("anonymous", 0));
-        let shared = pick(Needs { shareable: true, direct_io: true, ..Needs::default() }).unwrap();
+        let shared = pick(Needs { shareable: true, ..Needs::default() }).unwrap();
         assert_eq!(shared.heap.name(), "memfd");
         assert_eq!(shared.passed_over, [("anonymous", "cannot be shared with another process".to_owned())]);
-        assert!(shared.to_string().starts_with("memfd (up to hugetlb 2 MiB, direct I/O, "), "{shared}");
+        assert!(shared.to_string().starts_with("memfd (up to hugetlb 2 MiB, shareable, "), "{shared}");
         // Either a heap with dma-bufs is chosen, or the error names the reasons.
         match pick(Needs { dma_buf: true, ..Needs::default() }) {
             Ok(picked) => assert!(picked.heap.capabilities().dma_buf),
@@ -85,10 +73,6 @@ mod tests {
                 println!("SKIPPED: {e}");
             }
         }
-        let much = Needs { registrable: true, pinned: 8 << 20, ..Needs::default() };
-        assert!(pick_within(much, None).is_ok() && pick_within(much, Some(8 << 20)).is_ok());
-        let refused = pick_within(much, Some((8 << 20) - 1)).err().map(|e| e.to_string()).unwrap();
-        assert!(refused.contains("cannot pin 8388608 bytes") && refused.contains("ulimit -l"), "{refused}");
         let base = pick(Needs { pages: Some(PageKind::Base), ..Needs::default() }).unwrap();
         assert_eq!(base.heap.capabilities().best_pages, PageKind::Base);
     }

@@ -152,17 +152,6 @@ fn dma_heap() {
 }
 
 #[test]
-fn on_node_0() {
-    let anonymous = AnonHeap::starting_at(PageKind::Transparent).bound_to(Some(0));
-    // Containers may not bind, and some kernels have no nodes.
-    if let Err(e) = AnonHeap::starting_at(PageKind::Base).bound_to(Some(0)).allocate(4096) {
-        return println!("SKIPPED: {e}");
-    }
-    conformance(&anonymous, Small::Alone);
-    conformance(&MemfdHeap::starting_at(PageKind::Base).bound_to(Some(0)), Small::Alone);
-}
-
-#[test]
 fn udmabuf() {
     let buf = MemfdHeap::new().allocate(1 << 20).unwrap().share();
     match crate::export_dma_buf(&buf.reference()) {
@@ -227,15 +216,6 @@ fn other_memory_is_not_a_dma_buf() {
     let fd = memfd.export().unwrap().try_clone_to_owned().unwrap();
     let refused = SharedBuf::import_dma_buf(fd).map(drop).unwrap_err();
     assert!(refused.to_string().contains("not a dma-buf"), "{refused}");
-}
-
-#[test]
-fn a_missing_numa_node_is_an_error() {
-    for node in [61, 62, 63, u32::MAX] {
-        let heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(node));
-        assert!(matches!(heap.allocate(4096), Err(Error::Allocate { .. })), "{node}");
-        assert_eq!(heap.stats().live, 0);
-    }
 }
 
 #[test]

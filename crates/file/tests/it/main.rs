@@ -5,4 +5,3 @@ mod conformance;
 mod device;
 mod many;
 mod reads;
-mod stream;

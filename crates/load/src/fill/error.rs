@@ -70,12 +70,12 @@ pub enum FillError {
         of: u64,
     },
     /// Time was up.
-    #[error("not done in time: {done} bytes had arrived{}", of.map_or(String::new(), |of| format!(", of {of}")))]
+    #[error("not done in time: {done} bytes had arrived, of {of}")]
     Deadline {
         /// Bytes that had arrived.
         done: u64,
-        /// Bytes of the job; `None` for a source whose length nobody knows.
-        of: Option<u64>,
+        /// Bytes of the job.
+        of: u64,
     },
 }
 

@@ -207,8 +207,8 @@ mod tests {
         let mut reserved = vec![MemfdHeap::starting_at(PageKind::Base).reserve(8 << 20).unwrap()];
         assert!(Landing::new(&reserved, 2 << 20, |_| false).is_none(), "there is no room");
         let mut landing = Landing::new(&reserved, 2 << 20, |more| more == BYTES).unwrap();
-        // A node that no machine has.
-        landing.heap = Pool::new(AnonHeap::starting_at(PageKind::Base).bound_to(Some(62)), 0);
+        let refused = |len| Err(Error::BadLength(len));
+        landing.heap = Pool::new(dmalane_dma::DriverHeap::new("none", refused), 0);
         let place = |landing: &Landing| landing.take().map_or(None, |place| place);
         let (first, second) = (place(&landing).unwrap(), place(&landing).unwrap());
         let chunk = reserved[0].next(2 << 20).unwrap();

@@ -142,7 +142,7 @@ impl<'a, 'w> State<'a, 'w> {
                 (progress.done, progress.undelivered)
             };
             if done < self.total || undelivered > 0 {
-                self.fail(((usize::MAX, 0), FillError::Deadline { done, of: Some(self.total) }));
+                self.fail(((usize::MAX, 0), FillError::Deadline { done, of: self.total }));
             }
         }
         self.stop.load(Ordering::Relaxed)

@@ -10,14 +10,12 @@ use dmalane_dma::Heap;
 use super::job::read;
 use super::method::{AllocRead, ReadFiles};
 use super::options::ReadOptions;
-use super::plan::is_stream;
-use super::{short, stream};
+use super::short;
 use crate::error::Error;
 use crate::open_file::{OpenFile, name};
 
 /// Allocates a buffer and reads a range of an open file into it, at once: T(first chunk) + max(T(rest of the
-/// allocation), T(I/O)). Pipes and sockets are read from their position, by plain reads; for them `..` means everything
-/// up to their end.
+/// allocation), T(I/O)).
 ///
 /// The flags of the open file stay as they are. Small files take a fast path: no thread, no ring; a
 /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
@@ -62,11 +60,7 @@ pub fn alloc_and_read(
     }
     let path = name(file);
     let open = |source| Error::File { path: path.clone(), what: "open it", source };
-    let kind = file.metadata().map_err(open)?.file_type();
     let again = file.try_clone().map_err(open)?;
-    if end.is_none() && is_stream(&kind) {
-        return stream::to_end(heap, (path, again), start, options);
-    }
     let source = OpenFile::new(path, again);
     let len = match end {
         Some(end) => end.saturating_sub(start),

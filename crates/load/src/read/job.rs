@@ -4,14 +4,13 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dmalane_dma::{FileMapping, PageKind};
-use dmalane_file::{Fallback, How, Mode, Moved, SharedReads};
+use dmalane_file::{Fallback, FileQueue, How, Mode, Moved, SharedReads};
 use dmalane_queue::DeviceAddr;
 
 use super::cached::FromCache;
 use super::method::{ReadFiles, ReadMethod};
 use super::options::ReadOptions;
 use super::plan::{Plan, Span, plan};
-use super::source::Source;
 use crate::choose::workers;
 use crate::device::OpenDevice;
 use crate::engine::describe;
@@ -57,7 +56,10 @@ pub(crate) fn read(
     let mut workers = Vec::new();
     for _ in 0..count.clamp(1, 64) {
         let reads = SharedReads::default();
-        let open = |(source, plan): (&OpenFile, &Plan)| Source::open(source, plan, &reads);
+        let open = |(source, plan): (&OpenFile, &Plan)| -> Result<FileQueue, Error> {
+            let queue = FileQueue::of_handle(source.handle.clone(), plan.options)?.sharing(&reads);
+            Ok(if plan.options.mode == Mode::Auto { queue.from_cache_where_cached() } else { queue })
+        };
         workers.push(in_parallel(sources.iter().zip(&plans).collect(), open)?);
     }
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
@@ -79,7 +81,7 @@ pub(crate) fn read(
     };
     let direct = plans.iter().any(|plan| plan.options.mode != Mode::Buffered);
     let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), direct, ..memory };
-    let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
+    let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().collect()).collect();
     let filled = match onto {
         None => fill(memory, Sink::Memory, job, &mut queues, &options.fill, watch),
         Some(Onto::Copied(device, places)) => device.fill(memory, places, job, &mut queues, &options.fill, watch),
@@ -107,7 +109,7 @@ pub(crate) fn read(
         for queue in workers.iter().map(|of| of[i].moved()) {
             (moved.direct, moved.buffered) = (moved.direct + queue.direct, moved.buffered + queue.buffered);
         }
-        let mut how = most.map_or_else(How::plain, Source::how);
+        let mut how = most.map_or_else(How::plain, |queue| queue.how().clone());
         if copied > 0 && writable {
             how.reasons.push(Fallback::ToMemfd(copied));
         }

@@ -8,8 +8,6 @@ mod method;
 mod options;
 mod plan;
 mod short;
-mod source;
-mod stream;
 
 pub use alloc::alloc_and_read;
 pub use builder::Read;

@@ -1,8 +1,6 @@
 //! The method for each file, with its reason: direct or buffered, in a ring or not, by how many workers.
 
 use crate::fill::Job;
-use std::fs::FileType;
-use std::os::unix::fs::FileTypeExt;
 
 use dmalane_file::{Fallback, FileOptions, Io, Mode, Residency, residency};
 
@@ -18,8 +16,6 @@ pub(super) const SHORT: u64 = 1 << 20;
 /// The method for a file.
 pub(super) struct Plan {
     pub options: FileOptions,
-    /// Pipes and sockets have no offsets.
-    pub stream: bool,
     /// Bytes that a processor copies.
     pub copied: u64,
     pub reason: String,
@@ -70,11 +66,6 @@ pub(super) fn plan(
     let block = usize::try_from(options.fill.block).unwrap_or(usize::MAX);
     let most = options.fill.depth.unwrap_or(FileOptions::default().depth);
     let of_queue = |mode, io, depth| FileOptions { mode, io, depth, block };
-    if is_stream(&kind) {
-        let reason = "a pipe, socket or character device: plain reads in order".to_owned();
-        let options = of_queue(Mode::Buffered, Io::Pread, most);
-        return Ok(Plan { options, stream: true, copied: 0, reason, cached: None, size: None, first, end });
-    }
     let size = source.size()?;
     if end > size && kind.is_file() {
         return Err(Error::PastEnd { path: source.path.clone(), end, size });
@@ -103,10 +94,5 @@ pub(super) fn plan(
     // The cached bytes of the span, of which the job may want less.
     let copied = if buffered || copied_to { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
     let size = kind.is_file().then_some(size);
-    Ok(Plan { options: of_queue(mode, io, depth), stream: false, copied, reason, cached, size, first, end })
-}
-
-/// True for pipes, sockets and character devices, which have no offsets.
-pub(super) fn is_stream(kind: &FileType) -> bool {
-    !kind.is_file() && !kind.is_block_device() && !kind.is_dir()
+    Ok(Plan { options: of_queue(mode, io, depth), copied, reason, cached, size, first, end })
 }

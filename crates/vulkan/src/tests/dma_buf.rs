@@ -121,7 +121,7 @@ fn host_memory_is_imported() {
         assert_eq!(owned(&live), (before.0 + transfers, before.1), "{kind}: not what was imported by its address");
     }
     drop(device);
-    assert_eq!(left(&live), [0; 6]);
+    assert_eq!(left(&live), [0; 5]);
     checked(&messages);
 }
 
@@ -322,17 +322,11 @@ fn memory_that_can_be_exported_is_bound() {
 fn memory_of_a_queue_alone_stays_its_own() {
     let Some(mut gpu) = exporter(false) else { return };
     let (_, at, _table) = gpu.allocate(SIZE as u64);
-    let mut programs = gpu.device.program_queue().unwrap();
-    // What is foreign is the memory that was allocated: neither the pattern that the fill copies, nor what the program
-    // has read.
+    // What is foreign is the memory that was allocated, and not the pattern that the fill copies.
     let transfers = if gpu.device.gpu().foreign_queues { 2 } else { 0 };
     let before = owned(&gpu.live).0;
     drop(run(&mut *gpu.queues[0], vec![Operation::fill(at, 1001, 0x0807_0605_0403_0201)]).unwrap());
     assert_eq!(owned(&gpu.live).0 - before, transfers, "of a fill");
-    let read = Operation::read(gpu.host(&[0; 4096]), at);
-    assert_eq!(bytes_of(run(&mut *programs, vec![read]).unwrap().remove(0))[..8], [1, 2, 3, 4, 5, 6, 7, 8]);
-    assert_eq!(owned(&gpu.live).0 - before, 2 * transfers, "of a read by a program");
-    drop(programs);
     gpu.end();
 }
 
@@ -437,7 +431,7 @@ fn the_processor_makes_no_copies_of_memory_that_can_be_exported() {
     drop(run(&mut *queues[0], vec![write]).unwrap());
     assert_eq!(owned(&live).0 - before, 2, "of the GPU's copy");
     drop((queues, memory, registrar, device));
-    assert_eq!(left(&live), [0; 6]);
+    assert_eq!(left(&live), [0; 5]);
     checked(&messages);
 }
 

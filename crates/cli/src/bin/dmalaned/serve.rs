@@ -26,22 +26,6 @@ pub struct Serve {
     #[arg(long, value_name = "MODE", default_value = "660", value_parser = mode)]
     mode: u32,
 
-    /// Allow this user (by number) and refuse all that are not listed; may be repeated
-    #[arg(long = "allow-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
-    uids: Vec<u32>,
-
-    /// Allow members of this group (by number) and refuse all that are not listed; may be repeated
-    #[arg(long = "allow-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
-    gids: Vec<u32>,
-
-    /// Show all clients to this user (by number), as to root; others see their own; may be repeated
-    #[arg(long = "admin-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
-    admins: Vec<u32>,
-
-    /// Show all clients to members of this group (by number); may be repeated
-    #[arg(long = "admin-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
-    admin_gids: Vec<u32>,
-
     /// DDR size of the card, a multiple of 2MiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(32), value_parser = size::nonzero)]
     ddr: Size,
@@ -54,26 +38,15 @@ pub struct Serve {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = within::<usize>(1..=1024))]
     clients: usize,
 
-    /// Most clients of one user at a time [default: three quarters of --clients; all, where only one user may connect]
-    #[arg(long, value_name = "N", value_parser = within::<usize>(1..=1024))]
-    user_clients: Option<usize>,
-
-    /// DDR for all clients of one user [default: three quarters of --ddr; all, where only one user may connect]
-    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
-    user_ddr: Option<Size>,
-
-    /// HBM for all clients of one user [default: three quarters of --hbm; all, where only one user may connect]
-    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
-    user_hbm: Option<Size>,
-
     /// Memory of this machine for all clients: card memory that was touched, page tables, and their processes
     /// [default: 64MiB less than the limit of the control group, if it has one]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     memory: Option<Size>,
 
-    /// The same for all clients of one user [default: three quarters; all, where only one user may connect]
-    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
-    user_memory: Option<Size>,
+    /// Percent of the clients, of DDR, HBM and memory that one user may have [default: 75; 100, where only one user may
+    /// connect]
+    #[arg(long, value_name = "PERCENT", value_parser = within::<u32>(1..=100))]
+    user_share: Option<u32>,
 
     /// DDR for one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
@@ -107,7 +80,7 @@ pub struct Serve {
 impl Serve {
     /// Serves until the process is terminated.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let Self { socket, mode, uids, gids, ddr, hbm, clients, spin, quiet, .. } = self;
+        let Self { socket, mode, ddr, hbm, clients, spin, quiet, .. } = self;
         let limits = ClientLimits {
             ddr: self.client_ddr.bytes(),
             hbm: self.client_hbm.bytes(),
@@ -115,9 +88,9 @@ impl Serve {
             buffers: self.client_buffers,
             bytes: self.client_bytes.bytes(),
         };
-        // Only one user can connect: the mode admits the owner alone, or the list has one user.
+        // The mode admits the owner alone.
         let inherited = system::inherited_socket()?;
-        let alone = (inherited.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
+        let alone = inherited.is_none() && mode & 0o077 == 0;
         let memory = self.memory.map(Size::bytes).or_else(|| {
             // The daemon itself takes 64 MiB; in a small group, half of the limit.
             memory_limit().map(|limit| limit.saturating_sub(64 << 20).max(limit / 2).max(16 << 20))
@@ -126,18 +99,11 @@ impl Serve {
         let (subordinates, dropped) = Config::system_subordinates();
         let config = Config {
             memory,
-            user_memory: self.user_memory.map(Size::bytes).or(memory.filter(|_| alone)),
-            user_clients: self.user_clients.or(alone.then_some(clients)),
-            user_ddr: self.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),
-            user_hbm: self.user_hbm.or(alone.then_some(hbm)).map(Size::bytes),
+            user_percent: self.user_share.unwrap_or(if alone { 100 } else { 75 }),
             ddr: ddr.bytes(),
             hbm: hbm.bytes(),
             limits,
             clients,
-            uids,
-            gids,
-            admins: self.admins,
-            admin_gids: self.admin_gids,
             subordinates,
             spin: Duration::from_micros(spin),
             ..Config::default()

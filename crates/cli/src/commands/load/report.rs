@@ -7,7 +7,7 @@ use dmalane::addr::PageSize;
 use dmalane::device::{AddressSpaceKind, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::FileQueue;
-use dmalane::load::{Input, Loaded, LoadedFile, LoadedTensor, ReferenceRates, Stage, StageReport, Verified};
+use dmalane::load::{Input, Loaded, LoadedFile, LoadedTensor, ReferenceRates, Stage, StageReport};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -81,11 +81,11 @@ impl Outcome {
 
 /// Stages, with the verification as the last where there was one.
 pub(super) fn stages(loaded: &Loaded) -> Vec<MeasuredStage> {
-    let verified = loaded.report.verified.as_ref();
+    let verified = loaded.report.verified;
     let stage = |mut s: StageReport| {
         if s.stage == Stage::Verify {
             let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
-            (s.busy, s.wall, s.bytes) = verified.map(|verified| (verified.wall, verified.wall, bytes))?;
+            (s.busy, s.wall, s.bytes) = verified.map(|wall| (wall, wall, bytes))?;
         }
         Some(MeasuredStage::new(s, loaded.report.wall))
     };
@@ -161,9 +161,7 @@ pub(super) fn json(o: &Outcome) -> Report<'_> {
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
-        "verify_s": verified.map(|v| v.wall.as_secs_f64()),
-        "verified_by": verified.map(|v| if v.by_copies.is_none() { "program" } else { "copies" }),
-        "verified_by_reason": verified.and_then(|v| v.by_copies.as_ref()).map(ToString::to_string),
+        "verify_s": verified.map(|wall| wall.as_secs_f64()),
         "references": references,
         "host": host,
         "card": card,
@@ -274,12 +272,11 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     let mut out = o.runs.text(&answer(o));
     let files = o.run.loaded.files.iter().zip(&o.inputs);
     files.for_each(|(file, input)| out += &file_line(file, input, ""));
-    if let Some(Verified { by_copies, .. }) = &o.run.loaded.report.verified {
-        let how = match (by_copies, &o.run.space) {
-            (None, _) => "by a program on the device".to_owned(),
-            (Some(_), AddressSpaceKind::PageTables { .. }) => "through the card's MMU".to_owned(),
-            (Some(why), AddressSpaceKind::Driver { .. }) => format!("by copies from device virtual addresses ({why})"),
-            (Some(_), AddressSpaceKind::Flat) => "from the device's memory (it has no MMU)".to_owned(),
+    if o.run.loaded.report.verified.is_some() {
+        let how = match &o.run.space {
+            AddressSpaceKind::PageTables { .. } => "through the card's MMU",
+            AddressSpaceKind::Driver { .. } => "by copies from device virtual addresses",
+            AddressSpaceKind::Flat => "from the device's memory (it has no MMU)",
         };
         let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");

@@ -27,11 +27,6 @@ fn pages(pages: Pages) -> &'static str {
     }
 }
 
-/// 10^6 bytes.
-const MB: f64 = 1e6;
-/// 2^20 bytes: what v80-smi calls MB.
-const MIB: f64 = (1u64 << 20) as f64;
-
 pub fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
 }
@@ -76,8 +71,7 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
             "buffers": r.buffers,
         })
     };
-    let figures = report.figures.iter().enumerate().map(|(i, f)| {
-        let spread = outcome.spreads.get(i);
+    let figures = report.figures.iter().map(|f| {
         json!({
             "memory": f.phase.to_string(),
             "buffer_bytes": f.buffer,
@@ -87,8 +81,6 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
             "read": f.read.as_ref().map(rate),
             "write": f.write.as_ref().map(rate),
             "total_bytes_per_s": f.total(),
-            "least_bytes_per_s": spread.map(|spread| spread.least),
-            "greatest_bytes_per_s": spread.map(|spread| spread.greatest),
             "reference_bytes_per_s": f.reference,
         })
     });
@@ -108,35 +100,8 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
     })
 }
 
-/// The fastest rates under the names of nvbandwidth, in its form.
-pub fn nvbandwidth(outcome: &ValidateOutcome) -> String {
-    let ValidateOutcome { report, settings, device, .. } = outcome;
-    // With traffic both ways, nvbandwidth's figure is that of one of them, too.
-    let tests = [
-        ("host_to_device_memcpy_ce", Directions::Write, true, "->"),
-        ("device_to_host_memcpy_ce", Directions::Read, false, "<-"),
-        ("host_to_device_bidirectional_memcpy_ce", Directions::Both, true, "<->"),
-        ("device_to_host_bidirectional_memcpy_ce", Directions::Both, false, "<->"),
-    ];
-    let mut out = String::new();
-    for (name, directions, writes, arrow) in tests {
-        let figures = report.figures.iter().filter(|f| f.directions == directions);
-        let rates = figures.filter_map(|f| if writes { f.write.as_ref() } else { f.read.as_ref() });
-        let Some(rate) = rates.map(|rate| rate.bytes_per_s / 1e9).reduce(f64::max) else { continue };
-        out += &format!(
-            "Running {name}.\nmemcpy CE CPU(row) {arrow} GPU(column) bandwidth (GB/s)\n           0\n \
-             0{rate:>10.2}\n\nSUM {name} {rate:.2}\n\n"
-        );
-    }
-    let (threads, depth, device) = (count(settings.threads, "thread"), settings.iodepth, plain(device));
-    out + &format!(
-        "NOTE: measured by dmalane on {device}: {threads} with {depth} in flight each way (--iodepth);\n\
-         NOTE: nvbandwidth queues many on one stream. The best of all memories, page sizes and buffer sizes.\n"
-    )
-}
-
 /// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
-pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: bool) -> String {
+pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool) -> String {
     let report = &outcome.report;
     let colour = if report.passed() && outcome.complete { good } else { bad };
     let mut out = wrap(&answer(outcome, &colour(verdict(outcome))), 2);
@@ -152,10 +117,6 @@ pub fn text(outcome: &ValidateOutcome, page: Option<&Path>, verbose: bool, mb: b
     if !report.figures.is_empty() {
         out += &format!("\n{MEANING}\n{}", figures(outcome).text());
         out += &wrap(&format!("reference (ref): {}", report.reference), 2);
-        if mb {
-            out += "\nMB/s of 2^20 bytes (v80-smi), then MB/s of 10^6 bytes; pages as in the table above\n";
-            out += &megabytes(outcome).text();
-        }
     }
     for left in &report.left_out {
         out += &wrap(&format!("not measured: {}", plain(left)), 2);
@@ -225,12 +186,6 @@ pub fn integrity(outcome: &ValidateOutcome) -> Table {
     table
 }
 
-/// The figures that have a line, by their number: one with the other page size is in the same line.
-fn lines(outcome: &ValidateOutcome) -> impl Iterator<Item = (usize, &Figure)> {
-    let other = |f: &Figure| f.pages == Pages::Huge && with_pages(outcome, f, Pages::Small).is_some();
-    outcome.report.figures.iter().enumerate().filter(move |(_, f)| !other(f))
-}
-
 /// The figure of the same work with these pages.
 fn with_pages<'a>(outcome: &'a ValidateOutcome, figure: &Figure, pages: Pages) -> Option<&'a Figure> {
     let key = |f: &Figure| (f.phase, f.buffer, f.directions);
@@ -238,21 +193,20 @@ fn with_pages<'a>(outcome: &'a ValidateOutcome, figure: &Figure, pages: Pages) -
 }
 
 /// The longer of the times of both directions.
-pub fn worst(figure: &Figure, get: fn(&Rate) -> Duration) -> Option<Duration> {
+fn worst(figure: &Figure, get: fn(&Rate) -> Duration) -> Option<Duration> {
     figure.read.iter().chain(&figure.write).map(get).max()
 }
 
 /// A line for each figure; the one with the other page size is in the same line.
 pub fn figures(outcome: &ValidateOutcome) -> Table {
-    let [large, spread] = ["2 MiB pages", "spread"];
-    let head =
-        ["memory", "buffer", "dir", "Read", "Write", "Total", spread, "ref", "of ref", "p50 us", "p99 us", large];
-    let mut table = Table::new("lrlrrrrrrrrr", head);
-    for (i, figure) in lines(outcome) {
+    let large = "2 MiB pages";
+    let head = ["memory", "buffer", "dir", "Read", "Write", "Total", "ref", "of ref", "p50 us", "p99 us", large];
+    let mut table = Table::new("lrlrrrrrrrr", head);
+    let other = |f: &&Figure| f.pages == Pages::Huge && with_pages(outcome, f, Pages::Small).is_some();
+    for figure in outcome.report.figures.iter().filter(|f| !other(f)) {
         let none = || "-".to_owned();
         let rate = |r: &Option<Rate>| r.as_ref().map_or_else(none, |r| rate_of(r.bytes_per_s));
         let worst = |get| worst(figure, get).map_or_else(none, |t| three_digits(us(t)));
-        let spread = outcome.spreads.get(i);
         table.row([
             figure.phase.to_string(),
             binary(figure.buffer),
@@ -260,7 +214,6 @@ pub fn figures(outcome: &ValidateOutcome) -> Table {
             rate(&figure.read),
             rate(&figure.write),
             rate_of(figure.total()),
-            spread.map_or(String::new(), |s| format!("{}..{}", rate_of(s.least), rate_of(s.greatest))),
             figure.reference.map_or_else(none, rate_of),
             figure.reference.map_or(String::new(), |r| reached(figure.total(), r)),
             worst(|r| r.p50),
@@ -273,23 +226,6 @@ pub fn figures(outcome: &ValidateOutcome) -> Table {
                 (None, _) => none(),
             },
         ]);
-    }
-    table
-}
-
-/// The figures of the table in both units that are called MB/s.
-fn megabytes(outcome: &ValidateOutcome) -> Table {
-    let head = ["memory", "buffer", "dir", "Read", "Write", "Total", "| Read", "Write", "Total"];
-    let mut table = Table::new("lrlrrrrrr", head);
-    for (_, figure) in lines(outcome) {
-        let [read, write] = [&figure.read, &figure.write].map(|rate| rate.as_ref().map(|r| r.bytes_per_s));
-        let cells = |unit: f64| {
-            let cell = |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{:.2}", rate / unit));
-            [read, write, Some(figure.total())].map(cell)
-        };
-        let ([a, b, c], [d, e, f]) = (cells(MIB), cells(MB));
-        let (phase, size) = (figure.phase.to_string(), binary(figure.buffer));
-        table.row([phase, size, direction(figure.directions).to_owned(), a, b, c, format!("| {d}"), e, f]);
     }
     table
 }
