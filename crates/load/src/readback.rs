@@ -47,7 +47,7 @@ impl OpenDevice {
         let (bounce, queue) = self.bounce(file.model.len)?;
         let queue = by.unwrap_or(queue);
         let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
-        self.resident.sample(va.len());
+        self.resident.sample(va.len(), &**self.device);
         read.map_err(|stopped| {
             let (place, source) = match stopped {
                 Stopped::Sink(error) => return error,
