@@ -186,7 +186,7 @@ impl Layout {
     }
 
     /// The range of a tensor, and bytes from its start.
-    pub(crate) fn address(&self, place: &Place) -> Option<(usize, u64)> {
+    pub fn address(&self, place: &Place) -> Option<(usize, u64)> {
         let run = self.runs.get(place.run as usize)?;
         Some((run.range, run.va_offset + (place.bo_offset - run.bo_offset)))
     }
