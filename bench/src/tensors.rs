@@ -9,7 +9,6 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::time::Instant;
 
-use dmalane::dma::footprint;
 use dmalane::load::{LoadOptions, ModelOptions};
 use dmalane::{HostModel, OpenOptions};
 use twox_hash::XxHash3_64;
@@ -67,11 +66,9 @@ pub fn run(options: &Options) -> Result<Report> {
             let bytes = tensors * each;
             let one = report.row(&case, "floor: one tensor of these bytes", bytes, &samples[0]);
             let many = report.row(&case, "ours: many tensors", bytes, &samples[1]);
-            let per_tensor = |now: f64, then: f64| (now - then) / tensors as f64;
             let memory = loads[1].device_bytes as f64 / loads[0].device_bytes as f64;
             report.note(&case, "device memory: many / one", memory);
-            report.note(&case, "ns of a tensor", per_tensor(many, one) * 1e9);
-            report.note(&case, "bytes of host memory of a tensor", per_tensor(loads[1].host, loads[0].host));
+            report.note(&case, "ns of a tensor", (many - one) / tensors as f64 * 1e9);
             if each == 1 << 10 {
                 report.at_most(&format!("{case}: device memory, many / one"), 1.3, memory);
                 report.of_rounds(samples[0].len()).at_most(&format!("{case}: time, many / one"), 2.0, many / one);
@@ -86,14 +83,10 @@ struct Load {
     seconds: f64,
     checksum: u64,
     device_bytes: u64,
-    /// Bytes of anonymous memory besides that of the device, while the file was on it.
-    host: f64,
 }
 
 impl Load {
     fn of(device: &str, path: &Path, verify: bool) -> Result<Self> {
-        let anonymous = || footprint().map_or(0, |footprint| footprint.anonymous) as f64;
-        let before = anonymous();
         let begin = Instant::now();
         let mut device = OpenOptions::default().open(&device.parse()?)?;
         let model = HostModel::open([path], ModelOptions::default())?;
@@ -101,13 +94,9 @@ impl Load {
         let loaded = model.load_onto(&mut device, &options, |_| {})?;
         let measured = begin.elapsed();
         let (checksum, device_bytes) = (loaded.files[0].checksum.unwrap_or(0), loaded.files[0].device_bytes());
-        // Where the memory of the device is anonymous it is counted.
-        let touched = device.counters().touched.unwrap_or(0) as f64;
-        let host = anonymous() - before;
-        let host = if host > touched { host - touched } else { host };
         let end = Instant::now();
         drop((loaded, model, device));
-        Ok(Self { seconds: (measured + end.elapsed()).as_secs_f64(), checksum, device_bytes, host })
+        Ok(Self { seconds: (measured + end.elapsed()).as_secs_f64(), checksum, device_bytes })
     }
 }
 
