@@ -1,5 +1,5 @@
-//! A cached file into memory that nobody has touched: loaded onto a new device, beside a read into a new buffer and a copy
-//! of it.
+//! A cached file into memory that nobody has touched: loaded onto a new device, beside a read into a new buffer and a
+//! copy of it.
 //!
 //! All rows open the file, and end when their memory is given back. Rows take turns, round by round; checksums are
 //! compared.

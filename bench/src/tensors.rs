@@ -1,7 +1,7 @@
 //! Files of many small tensors: loaded, beside files of the same bytes in one tensor.
 //!
-//! The files are cached. Each load has a device of its own, from its opening to its end; rows take turns, round by round.
-//! The checksums are compared, and the last load of each row is read back by the addresses of its tensors.
+//! The files are cached. Each load has a device of its own, from its opening to its end; rows take turns, round by
+//! round. The checksums are compared, and the last load of each row is read back by the addresses of its tensors.
 
 use std::error::Error;
 use std::fs::{self, File};

@@ -20,7 +20,7 @@ use crate::channels::Channels;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
 use crate::fill::{FillOptions, Staging};
-use crate::layout::{ALIGN, Layout, PAGE, Run, TensorAlign, VaRange};
+use crate::layout::{ALIGN, Layout, PAGE, TensorAlign, TensorRun, VaRange};
 use crate::report::Report;
 use crate::timeline::Track;
 
@@ -220,7 +220,7 @@ impl LoadedFile {
 
     /// Makes the tensors of a run visible at their device virtual addresses.
     pub(crate) fn bind(&self, run: usize, space: &mut dyn AddressSpace) -> Result<(), Error> {
-        let Run { bo_offset: offset, bound: len, range, va_offset, .. } = self.layout.runs[run];
+        let TensorRun { bo_offset: offset, bound: len, range, va_offset, .. } = self.layout.runs[run];
         let va = self.ranges.get(range).and_then(|range| range.first().checked_add(va_offset));
         let (Some(bo), Some(va)) = (self.bo.clone(), va) else { return Ok(()) };
         space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(|source| {

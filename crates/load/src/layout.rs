@@ -56,7 +56,7 @@ pub struct Place {
 
 /// A tensor, or several short ones behind each other, whose pages are bound at once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Run {
+pub struct TensorRun {
     /// Bytes from the start of the buffer object, a multiple of 4 KiB.
     pub bo_offset: u64,
     /// Bytes to bind, rounded up to 4 KiB pages; 0 for tensors of no bytes.
@@ -65,7 +65,7 @@ pub struct Run {
     pub filled: u64,
     /// Which of the file's device virtual ranges.
     pub range: usize,
-    /// Bytes from the start of that range, a multiple of 16 KiB, or of 4 KiB where the file is bound as a whole. Runs of
+    /// Bytes from the start of that range, a multiple of 16 KiB, or 0 where the file is bound as a whole. Runs of
     /// 2 MiB and more lie as their `bo_offset` does modulo 2 MiB, so that their middle takes 2 MiB leaves.
     pub va_offset: u64,
 }
@@ -85,7 +85,7 @@ pub struct Layout {
     /// One place per tensor, in the order of [`Model::tensors`].
     pub places: Vec<Place>,
     /// In the order of their bytes.
-    pub runs: Vec<Run>,
+    pub runs: Vec<TensorRun>,
     /// Bytes of the buffer object; 0 when no tensor has any.
     pub bo_len: u64,
     /// One, or as many as a device with short ranges needs; none when no tensor has any bytes.
@@ -141,7 +141,7 @@ impl Layout {
                 layout.ranges.last_mut()?.len = end;
             }
             let range = layout.ranges.len().saturating_sub(1);
-            layout.runs.push(Run { bo_offset, bound, filled, range, va_offset });
+            layout.runs.push(TensorRun { bo_offset, bound, filled, range, va_offset });
         }
         // Memory of 2 MiB and more begins at a multiple of that, and less of it at one of 16 KiB.
         if align > ALIGN && layout.bo_len > 0 {
@@ -171,7 +171,7 @@ impl Layout {
                     let bo_offset = if layout.ranges.is_empty() { 0 } else { run.bo_offset & !(page.bytes() - 1) };
                     let range = layout.ranges.len();
                     layout.ranges.push(VaRange { bo_offset, len: 0 });
-                    layout.runs.push(Run { bo_offset, range, ..Run::default() });
+                    layout.runs.push(TensorRun { bo_offset, range, ..TensorRun::default() });
                 }
                 let (range, whole) = (layout.ranges.last_mut()?, layout.runs.last_mut()?);
                 range.len = page.round_up(end)? - range.bo_offset;
@@ -358,7 +358,8 @@ mod tests {
             for range in &layout.ranges {
                 prop_assert!(range.bo_offset.is_multiple_of(page.bytes()) && range.len.is_multiple_of(page.bytes()));
                 let inside = |place: &&Place| layout.ranges[layout.runs[place.run as usize].range] == *range;
-                let tensors = layout.places.iter().zip(&sizes).filter(|(place, len)| **len > 0 && inside(place)).count();
+                let filled = layout.places.iter().zip(&sizes).filter(|(_, len)| **len > 0);
+                let tensors = filled.filter(|(place, _)| inside(place)).count();
                 prop_assert!(range.len <= longest || tensors == 1);
                 // Nothing is left out between two ranges.
                 prop_assert!(end == 0 || range.bo_offset + page.bytes() >= end);
