@@ -7,6 +7,7 @@ mod buffers;
 mod clock;
 mod cuda;
 mod daemon;
+mod fresh;
 mod gpuvm;
 mod instructions;
 mod iova;
@@ -29,6 +30,7 @@ mod sg_index;
 mod shared;
 mod slow;
 mod subject;
+mod tensors;
 mod threads;
 mod transfer;
 mod vm_bind;
@@ -68,6 +70,10 @@ enum Bench {
     Slow(slow::Options),
     /// Models of many files, cached and served late, beside threads that read the same files
     Many(many::Options),
+    /// Files of many small tensors, loaded beside files of one
+    Tensors(tensors::Options),
+    /// A cached file into memory that nobody has touched: loaded, beside a read and a copy
+    Fresh(fresh::Options),
     /// The server of slow and many
     #[command(hide = true)]
     LateServer(late::Serve),
@@ -126,6 +132,8 @@ fn main() -> ExitCode {
         Bench::AllocRead(options) => alloc_read::run(&options),
         Bench::Slow(options) => slow::run(&options),
         Bench::Many(options) => many::run(&options),
+        Bench::Tensors(options) => tensors::run(&options),
+        Bench::Fresh(options) => fresh::run(&options),
         Bench::LateServer(options) => return done(late::serve(&options)),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),

@@ -115,11 +115,12 @@ class Device:
         paths: Sequence[str | os.PathLike[str]],
         *,
         placement: str | None = None,
+        align: int = 0,
         verify: bool = False,
         manifest: str | bytes | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> tuple[list[DeviceTensor], dict[str, Any]]:
-        """Loads files; returns their tensors and the report."""
+        """Loads files; returns their tensors, at multiples of `align` bytes at least, and the report."""
     def alloc(self, size: int) -> int:
         """Takes device memory until the device is closed; returns its address."""
     def write(self, address: int, data: bytes | Tensor | Buffer) -> None: ...

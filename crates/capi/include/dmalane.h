@@ -388,6 +388,8 @@ int32_t dml_target_stop(dml_target target);
 int32_t dml_target_restart(dml_target target);
 
 #define DML_LOAD_VERIFY (1u << 0) /* reads everything back and compares it with the file; -EBADMSG if it differs */
+/* Tensors start at multiples of 1 << log2 bytes, at most 2 MiB; from 4 KiB on each has pages of its own. */
+#define DML_LOAD_ALIGN(log2) ((uint32_t)(log2) << 8)
 
 struct dml_tensor {
 	uint64_t va; /* device virtual address; 0 when it has no bytes */

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::device::AddressSpaceKind;
 use dmalane::dma::{BufferSlice, OfProcess, SharedBuf};
-use dmalane::load::{Loaded, LoadedTensor};
+use dmalane::load::{Loaded, LoadedTensor, TensorAlign};
 use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HaltWatch, HostSlice, OpError, Operation, Queue,
     Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
@@ -577,6 +577,8 @@ pub(crate) fn restart(target: u64) -> Result<(), Refused> {
 
 /// `DML_LOAD_VERIFY`.
 const LOAD_VERIFY: u32 = 1;
+/// The bits that `DML_LOAD_ALIGN` fills, and the first of them.
+const LOAD_ALIGN: (u32, u32) = (0xff00, 8);
 
 /// Loads a file onto a target.
 pub(crate) fn load(target: u64, path: &str, placement: Option<&str>, flags: u32) -> Result<u64, Refused> {
@@ -596,12 +598,15 @@ fn load_model(
     placement: Option<&str>,
     flags: u32,
 ) -> Result<u64, Refused> {
-    if flags & !LOAD_VERIFY != 0 {
+    if flags & !(LOAD_VERIFY | LOAD_ALIGN.0) != 0 {
         return Err(Refused::new(Errno::Inval, format_args!("flags {flags:#x}")));
     }
+    let align = 1u64.checked_shl((flags & LOAD_ALIGN.0) >> LOAD_ALIGN.1).unwrap_or(0);
+    let align = TensorAlign::try_from(align).map_err(|e| Refused::new(Errno::Inval, e))?;
     let options = LoadOptions { placement: self::placement(placement)?, verify: flags & LOAD_VERIFY != 0 };
     let target = Target::of(target)?;
     let mut opened = target.lock_idle()?;
+    opened.device.align_tensors(align);
     let loaded = open()?.load_onto(&mut opened.device, &options, |_| {})?;
     drop(opened);
     Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))

@@ -664,6 +664,9 @@ static void target(const char *name)
 	CHECK(dml_target_load(target, "/nonexistent", NULL, 0, &load) == -ENOENT && load == 0);
 	CHECK(dml_target_load(target, path, NULL, 2, &load) == -EINVAL);
 	CHECK(dml_target_load(target, path, "nvm", 0, &load) == -EINVAL);
+	CHECK(dml_target_load(target, path, NULL, DML_LOAD_ALIGN(22), &load) == -EINVAL && says("EINVAL", "aligned"));
+	CHECK(!dml_target_load(target, path, NULL, DML_LOAD_ALIGN(21), &load));
+	CHECK(!dml_load_tensor(load, 0, &tensor, NULL, 0) && tensor.va % (1 << 21) == 0 && !dml_load_destroy(load));
 	CHECK(!dml_target_load(target, path, NULL, DML_LOAD_VERIFY, &load));
 	CHECK(!dml_load_tensor(load, 0, &tensor, text, sizeof text) && tensor.len == LEN && tensor.name_len > 8);
 	CHECK(strlen(text) == sizeof text - 1 && !strncmp(text, "dmalane", 7));

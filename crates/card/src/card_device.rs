@@ -71,6 +71,7 @@ impl<B: Mmio + 'static> CardDevice<B> {
             polled: !bus.works_alone(),
             concurrent: how.concurrent,
             processors: how.processors,
+            tensor_align: 0,
         };
         let mut regions = regions(driver.layout());
         let space: Box<dyn AddressSpace> = match how.flat {

@@ -5,7 +5,7 @@ use dmalane::device::AddressSpaceKind;
 use dmalane::devices::soft;
 use dmalane::file::FileQueue;
 use dmalane::load::fill::FillError;
-use dmalane::load::{Error, Input, Layout};
+use dmalane::load::{Error, Input};
 use dmalane::{DeviceSpec, OpenDevice, Placement};
 
 use crate::device;
@@ -89,7 +89,7 @@ impl<'a> LoadRoom<'a> {
     }
 
     /// The error of a load, with what helps where the device is too small.
-    pub fn load_failure(&self, error: &Error, inputs: &[Input<FileQueue>]) -> Failure {
+    pub fn load_failure(&self, error: &Error, device: &mut OpenDevice, inputs: &[Input<FileQueue>]) -> Failure {
         let refused = match error {
             Error::Fill(fill) => no_room(fill),
             // Before anything was begun.
@@ -100,8 +100,8 @@ impl<'a> LoadRoom<'a> {
         let failure = refused.unwrap_or_else(failed);
         match error {
             Error::DeviceMemory { source: dmalane::device::MemoryError::Full { .. }, .. } => {
-                let layouts = inputs.iter().map(|i| Layout::new(i.source.model().ok()?, u64::MAX).map(|l| l.bo_len));
-                match layouts.collect::<Option<Vec<_>>>() {
+                let mut bytes = |i: &Input<_>| device.layout(i.source.model().ok()?).map(|layout| layout.bo_len);
+                match inputs.iter().map(&mut bytes).collect::<Option<Vec<_>>>() {
                     Some(files) => failure.hint(self.hint(&files)),
                     None => failure,
                 }

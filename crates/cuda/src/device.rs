@@ -183,7 +183,9 @@ fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Opt
 
 impl Device for CudaDevice {
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { name: self.gpu.name.clone(), notes: self.notes.clone(), ..DeviceInfo::default() }
+        let (name, notes) = (self.gpu.name.clone(), self.notes.clone());
+        // As the driver's own allocations, which kernels and textures are made for.
+        DeviceInfo { name, notes, tensor_align: 256, ..DeviceInfo::default() }
     }
 
     fn regions(&self) -> &[Region] {

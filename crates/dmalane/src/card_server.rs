@@ -292,10 +292,8 @@ impl ServedDevice for CardModel {
     /// The card's memory. A client's writes to the mapping have the same effect as a processor's writes through a BAR,
     /// but for the command register: a client unmaps what it disables.
     fn mappable(&self, region: u32) -> Option<MappableFile<'_>> {
-        (region == u32::from(regs::BAR_MEMORY)).then(|| {
-            let (file, areas) = self.card.memory().lend();
-            MappableFile { file, areas: areas.to_vec() }
-        })
+        let lent = (region == u32::from(regs::BAR_MEMORY)).then(|| self.card.memory().lend())?;
+        lent.map(|(file, areas)| MappableFile { file, areas: areas.to_vec() })
     }
 
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::error::Error as StdError;
 use std::ops::Index;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
@@ -21,7 +21,7 @@ use crate::channels::Channels;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
 use crate::fill::{FillOptions, Staging};
-use crate::layout::{ALIGN, Layout, PAGE, VaRange};
+use crate::layout::{ALIGN, Layout, PAGE, TensorAlign, TensorRun, VaRange};
 use crate::report::Report;
 use crate::timeline::Track;
 
@@ -32,6 +32,8 @@ pub struct DriveOptions {
     pub queues: QueueChoice,
     /// Where staging buffers come from; `None` for the best heap of the device's registrar.
     pub heap: Option<Arc<dyn Heap>>,
+    /// How tensors are aligned, at least: a device may need more.
+    pub align: TensorAlign,
     /// Settings of each load. A staging buffer has at most 1 GiB; the timeout is also that of one blocking operation.
     pub fill: FillOptions,
 }
@@ -40,7 +42,7 @@ impl Default for DriveOptions {
     /// All queues, the registrar's heap, 16 MiB per staging buffer, reads of any length, hashing.
     fn default() -> Self {
         let fill = FillOptions { chunk: 16 << 20, block: u64::MAX, checksum: true, ..FillOptions::default() };
-        Self { queues: QueueChoice::Auto, heap: None, fill }
+        Self { queues: QueueChoice::Auto, heap: None, align: TensorAlign::default(), fill }
     }
 }
 
@@ -121,17 +123,18 @@ const SAMPLE_EVERY: u64 = 16 << 20;
 
 impl Resident {
     /// Reads the footprint now and then, as bytes move.
-    pub(crate) fn sample(&mut self, moved: u64) {
+    pub(crate) fn sample(&mut self, moved: u64, device: &dyn Device) {
         self.unsampled += moved;
         if self.unsampled >= SAMPLE_EVERY {
-            self.see();
+            self.see(device);
         }
     }
 
-    /// Reads the footprint.
-    pub(crate) fn see(&mut self) -> u64 {
+    /// Reads the footprint, without the memory of the device.
+    pub(crate) fn see(&mut self, device: &dyn Device) -> u64 {
         self.unsampled = 0;
-        let now = footprint().map_or(0, |f| f.anonymous + f.hugetlb);
+        let of_device = device.counters().touched.unwrap_or(0);
+        let now = footprint().map_or(0, |f| f.anonymous + f.hugetlb).saturating_sub(of_device);
         self.peak = self.peak.max(now);
         now
     }
@@ -182,8 +185,8 @@ pub struct LoadedFile {
     pub ranges: Vec<Span<DeviceVa>>,
     pub(crate) layout: Layout,
     tensors: Vec<LoadedTensor>,
-    /// The numbers of the tensors, sorted by name.
-    by_name: Vec<usize>,
+    /// The numbers of the tensors, sorted by name, once one is looked for.
+    by_name: OnceLock<Vec<u32>>,
     /// The number of the device that it is on.
     device: u64,
 }
@@ -199,12 +202,8 @@ pub struct LoadedTensor {
 
 impl LoadedFile {
     pub(crate) fn new(path: PathBuf, model: Arc<Model>, layout: Layout, device: u64) -> Self {
-        let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
-        by_name.sort_by_key(|i| &model.tensors[*i].name);
-        let (bo, tensors) = (None, Vec::new());
-        let mut this = Self { path, model, checksum: None, bo, ranges: Vec::new(), layout, tensors, by_name, device };
-        this.place_at(Vec::new());
-        this
+        let (bo, ranges, tensors, by_name) = (None, Vec::new(), Vec::new(), OnceLock::new());
+        Self { path, model, checksum: None, bo, ranges, layout, tensors, by_name, device }
     }
 
     /// Sets the ranges, and where the tensors lie in them.
@@ -213,22 +212,22 @@ impl LoadedFile {
         let places = self.model.tensors.iter().zip(&self.layout.places);
         self.tensors = places
             .map(|(tensor, place)| {
-                let range = self.ranges.get(place.range);
-                let va = range.and_then(|r| Span::new(r.first().checked_add(place.va_offset)?, tensor.len));
+                let range = self.layout.address(place).and_then(|(range, at)| Some((self.ranges.get(range)?, at)));
+                let va = range.and_then(|(range, at)| Span::new(range.first().checked_add(at)?, tensor.len));
                 LoadedTensor { tensor: tensor.clone(), va }
             })
             .collect();
     }
 
-    /// Makes a tensor visible at its device virtual address.
-    pub(crate) fn bind(&self, index: usize, space: &mut dyn AddressSpace) -> Result<(), Error> {
-        let place = &self.layout.places[index];
-        let (Some(bo), Some(va)) = (&self.bo, self.tensors[index].va) else { return Ok(()) };
-        let (va, bo, offset, len) = (va.first(), bo.clone(), place.bo_offset, place.bound);
-        space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(|source| Error::Bind {
-            path: self.path.clone(),
-            tensor: Some(self.model.tensors[index].name.clone()),
-            source,
+    /// Makes the tensors of a run visible at their device virtual addresses.
+    pub(crate) fn bind(&self, run: usize, space: &mut dyn AddressSpace) -> Result<(), Error> {
+        let TensorRun { bo_offset: offset, bound: len, range, va_offset, .. } = self.layout.runs[run];
+        let va = self.ranges.get(range).and_then(|range| range.first().checked_add(va_offset));
+        let (Some(bo), Some(va)) = (self.bo.clone(), va) else { return Ok(()) };
+        space.apply(&[BindRequest::Bind { va, bo, offset, len, access: Access::READ }]).map_err(|source| {
+            let first = self.layout.places.partition_point(|place| (place.run as usize) < run);
+            let tensor = self.model.tensors.get(first).map(|tensor| tensor.name.clone());
+            Error::Bind { path: self.path.clone(), tensor, source }
         })
     }
 
@@ -244,8 +243,14 @@ impl LoadedFile {
 
     /// The tensor of this name.
     pub fn get(&self, name: &str) -> Option<&LoadedTensor> {
-        let found = self.by_name.binary_search_by_key(&name, |i| &self.model.tensors[*i].name).ok()?;
-        Some(&self.tensors[self.by_name[found]])
+        let of = |i: &u32| &*self.model.tensors[*i as usize].name;
+        let by_name = self.by_name.get_or_init(|| {
+            let mut all: Vec<u32> = (0..self.model.tensors.len() as u32).collect();
+            all.sort_by_key(of);
+            all
+        });
+        let found = by_name.binary_search_by_key(&name, of).ok()?;
+        self.tensors.get(by_name[found] as usize)
     }
 
     /// The tensor at `index`.
@@ -474,20 +479,14 @@ impl OpenDevice {
         placement: &Placement,
     ) -> Result<LoadedFile, Error> {
         self.device.check()?;
-        let whole = self.binds_whole_files();
-        let space = self.device.address_space();
-        let layout = match space.kind() {
-            AddressSpaceKind::Flat => Layout::whole(&model, PAGE, u64::MAX),
-            _ if whole => Layout::whole(&model, space.page(), space.longest()),
-            _ => Layout::new(&model, space.longest()),
-        };
-        let Some(layout) = layout else {
+        let Some(layout) = self.layout(&model) else {
             let (needed, largest, align) = (model.len, self.memory.free_bytes(), PageSize::SIZE_16K);
             let full = MemoryError::Full { needed, range: needed, placement: placement.clone(), align, largest };
             return Err(Error::DeviceMemory { path, source: full });
         };
         let mut file = LoadedFile::new(path, model, layout, self.number);
         if file.layout.bo_len == 0 {
+            file.place_at(Vec::new());
             return Ok(file);
         }
         let allocated = self.memory.allocate(file.layout.bo_len, placement);
@@ -537,9 +536,27 @@ impl OpenDevice {
     }
 
     /// True where pages are so large that one for each tensor would waste memory: a file is bound as a whole before its
-    /// bytes arrive. A flat space binds nothing, but checks each tensor.
+    /// bytes arrive. A flat space binds nothing, but checks the file.
     pub(crate) fn binds_whole_files(&mut self) -> bool {
-        self.device.address_space().page() > ALIGN
+        let space = self.device.address_space();
+        space.kind() == AddressSpaceKind::Flat || space.page() > ALIGN
+    }
+
+    /// Aligns tensors that are loaded from now on.
+    pub fn align_tensors(&mut self, align: TensorAlign) {
+        self.options.align = align;
+    }
+
+    /// Where the tensors of a file would go; `None` when their sizes add up to more than 64 bits.
+    pub fn layout(&mut self, model: &Model) -> Option<Layout> {
+        let of_device = TensorAlign::try_from(self.info.tensor_align).unwrap_or_default();
+        let (align, whole) = (self.options.align.max(of_device), self.binds_whole_files());
+        let space = self.device.address_space();
+        match space.kind() {
+            AddressSpaceKind::Flat => Layout::whole(model, align, PAGE, u64::MAX),
+            _ if whole => Layout::whole(model, align, space.page(), space.longest()),
+            _ => Layout::new(model, align, space.longest()),
+        }
     }
 
     /// Unbinds everything that a load bound and frees its memory.

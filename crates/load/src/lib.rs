@@ -50,7 +50,7 @@ pub use difference::{Difference, RegionKind};
 pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, open_file, open_inputs};
-pub use layout::{Layout, Place, VaRange};
+pub use layout::{BadAlign, Layout, Place, TensorAlign, TensorRun, VaRange};
 pub use manifest::{Manifest, ManifestFile, ManifestRegion};
 pub use model::{
     Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads,

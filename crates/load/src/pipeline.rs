@@ -50,7 +50,7 @@ impl OpenDevice {
         manifest: &Manifest,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<Loaded, Error> {
-        let resident_before = self.resident.see();
+        let resident_before = self.resident.see(&**self.device);
         let start = Instant::now();
         let epoch = self.options.fill.epoch(start);
         let mut parse = Clocks::recording("start", epoch);
@@ -86,7 +86,7 @@ impl OpenDevice {
                 return Err(e);
             }
         };
-        self.resident.see();
+        self.resident.see(&**self.device);
         clocks.tracks(self.channel_tracks());
         loaded.report = Report {
             bytes,
@@ -205,14 +205,13 @@ impl OpenDevice {
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
         let job = parts.job();
         let mut missing: Vec<Vec<u64>> =
-            files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
+            files.iter().map(|f| f.layout.runs.iter().map(|run| run.filled).collect()).collect();
         let (mut binds, mut transfers, mut failed) =
             (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
         let Self { queue, device, info, staging, options, resident, stop, .. } = self;
         let stop = stop.clone();
         staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
-        let space = device.address_space();
         let placed = &*files;
         let mut watch = |event: Event| match event {
             Event::Arrived { len, .. } => {
@@ -222,16 +221,17 @@ impl OpenDevice {
             }
             Event::OnDevice { buffer, offset, len } => {
                 transfers += 1;
-                resident.sample(len);
+                resident.sample(len, &***device);
                 let file = &placed[buffer];
-                let tensor = file.model.index_at(parts.at(buffer, offset));
-                let left = &mut missing[buffer][tensor];
+                // A transfer is part of one run.
+                let run = file.layout.places[file.model.index_at(parts.at(buffer, offset))].run as usize;
+                let left = &mut missing[buffer][run];
                 *left -= len;
                 if *left == 0 {
-                    binds.bytes(Stage::Bind, file.layout.places[tensor].bound);
+                    binds.bytes(Stage::Bind, file.layout.runs[run].bound);
                     // The first failure is the one that is told, whatever ends after it.
                     if !whole_files && failed.is_none() {
-                        failed = binds.time(Stage::Bind, || file.bind(tensor, space)).err();
+                        failed = binds.time(Stage::Bind, || file.bind(run, device.address_space())).err();
                     }
                 }
                 if failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }

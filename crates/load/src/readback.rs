@@ -34,7 +34,7 @@ impl OpenDevice {
         let at = self.address_space().at(va.first());
         let (bounce, queue) = self.bounce(file.model.len)?;
         let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
-        self.resident.sample(va.len());
+        self.resident.sample(va.len(), &**self.device);
         read.map_err(|stopped| {
             let (place, source) = match stopped {
                 Stopped::Sink(error) => return error,

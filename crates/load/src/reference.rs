@@ -64,8 +64,8 @@ impl OpenDevice {
     }
 }
 
-/// First touch of sparse memory, and then copying one half of it to the other: more than any cache holds, and counted
-/// with shared memory as the software card's is.
+/// First touch of memory as the software card's, and then copying one half of it to the other: more than any cache
+/// holds.
 fn memory_rates() -> Result<(f64, f64), Error> {
     // A virtual machine's host may have taken unused memory away, and its first touch is then the host's work, up to
     // twenty times slower. So touch some, give it back, and time the second time.
@@ -84,11 +84,11 @@ fn memory_rates() -> Result<(f64, f64), Error> {
 }
 
 fn touched() -> Result<SharedBuf, Error> {
-    let memory = SharedBuf::sparse("dmalane-reference", MEMORY_BYTES)?;
+    let memory = SharedBuf::sparse_private(MEMORY_BYTES)?;
     for at in (0..MEMORY_BYTES).step_by(2 << 20) {
         memory.populate(at, 2 << 20).map_err(|source| dmalane_dma::Error::Allocate {
             len: MEMORY_BYTES,
-            kind: "sparse memfd memory",
+            kind: "sparse memory",
             source,
         })?;
     }

@@ -15,10 +15,11 @@ impl LoadedFile {
     pub(crate) fn cut(&self, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) {
         let Self { model, layout, bo, .. } = self;
         let Range { start: mut at, end } = range;
-        let first = model.index_at(FileOffset::new(at));
-        for (tensor, place) in model.tensors.iter().zip(&layout.places).skip(first) {
+        let mut index = model.index_at(FileOffset::new(at));
+        while let Some((tensor, place)) = model.tensors.get(index).zip(layout.places.get(index)) {
+            index += 1;
             let start = tensor.at.bits().max(at);
-            let stop = (tensor.at.bits() + tensor.len).min(end);
+            let mut stop = tensor.at.bits() + tensor.len;
             if start >= end {
                 break;
             }
@@ -29,6 +30,14 @@ impl LoadedFile {
                 out.push_back(Target { len: start - at, to: None });
             }
             let from = place.bo_offset + (start - tensor.at.bits());
+            // Neighbours of a run that are neighbours in the file too go together.
+            while stop < end
+                && let Some((next, beside)) = model.tensors.get(index).zip(layout.places.get(index))
+                && (beside.run, beside.bo_offset, next.at.bits()) == (place.run, from + (stop - start), stop)
+            {
+                (stop, index) = (stop + next.len, index + 1);
+            }
+            let stop = stop.min(end);
             let runs = bo.as_ref().and_then(|bo| bo.sg().runs(from..from + (stop - start)));
             for run in runs.expect("the buffer object holds every tensor") {
                 let mut done = 0;
@@ -67,7 +76,7 @@ mod tests {
             sizes in prop::collection::vec(prop_oneof![Just(0u64), 1u64..9000], 0..12),
             segments in prop::collection::vec(1u64..6, 40),
             range in any::<(prop::sample::Index, prop::sample::Index)>(),
-            max in 1u64..5000,
+            (max, align) in (1u64..5000, (0u32..13).prop_map(|log2| 1u64 << log2)),
         ) {
             let mut at = header;
             let tensors = sizes.iter().map(|&len| {
@@ -79,7 +88,7 @@ mod tests {
             let tensors = tensors.collect();
             let container = &raw::CONTAINER;
             let model = Model { tensors, len: at, metadata: None, by_columns: false, container };
-            let layout = Layout::new(&model, u64::MAX).unwrap();
+            let layout = Layout::new(&model, align.try_into().unwrap(), u64::MAX).unwrap();
             let mut sg = SgTable::new();
             for (i, pages) in segments.iter().cycle().enumerate() {
                 if sg.len() >= layout.bo_len {
@@ -100,9 +109,11 @@ mod tests {
                 prop_assert!(c.len > 0);
                 if let Some(to) = c.to {
                     let DeviceAddr::Card(addr) = to else { panic!("{to:?}") };
-                    let index = model.index_at(FileOffset::new(at));
                     prop_assert!(c.len <= max);
-                    for n in [0, c.len - 1] {
+                    let first = layout.places[model.index_at(FileOffset::new(at))].run;
+                    for n in 0..c.len {
+                        let index = model.index_at(FileOffset::new(at + n));
+                        prop_assert_eq!(layout.places[index].run, first);
                         let t = &model.tensors[index];
                         let in_tensor = at + n - t.at.bits();
                         prop_assert!(in_tensor < t.len);

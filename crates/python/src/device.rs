@@ -8,7 +8,7 @@ use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
-use dmalane::load::{Block, Loaded, OpenDevice, model_heap};
+use dmalane::load::{BadAlign, Block, Loaded, OpenDevice, TensorAlign, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -91,12 +91,14 @@ impl Device {
     }
 
     /// Loads files; returns a tensor for each of theirs, and the report.
-    #[pyo3(signature = (paths, *, placement=None, verify=false, manifest=None, progress=None))]
+    #[pyo3(signature = (paths, *, placement=None, align=0, verify=false, manifest=None, progress=None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords")]
     fn load<'py>(
         &self,
         py: Python<'py>,
         paths: Vec<PathBuf>,
         placement: Option<&str>,
+        align: u64,
         verify: bool,
         manifest: Option<ManifestOf>,
         progress: Option<Py<PyAny>>,
@@ -107,6 +109,10 @@ impl Device {
                 name.parse::<Placement>().map_err(|e| PyValueError::new_err(format!("placement {name:?}: {e}")))?
             }
         };
+        let align = match align {
+            0 => TensorAlign::default(),
+            bytes => bytes.try_into().map_err(|e: BadAlign| PyValueError::new_err(e.to_string()))?,
+        };
         let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
         let options = ModelOptions { manifest, refuse_raw: true, ..ModelOptions::default() };
         let model = interrupt::quietly(py, || HostModel::open(&paths, options))?.map_err(Failure::from)?;
@@ -115,6 +121,7 @@ impl Device {
         let loaded = interrupt::run(py, total, progress.as_ref(), |progress| {
             let mut device = lock(&self.device)?;
             device.stop_when(Some(progress.stop()));
+            device.align_tensors(align);
             let loaded = model.load_onto(&mut device, &options, |bytes| progress.add(bytes));
             device.stop_when(None);
             Ok::<_, Failure>(loaded?)

@@ -28,42 +28,56 @@ pub trait Allowance: Send + Sync {
 pub struct CardMemory {
     ddr: Bank,
     hbm: Bank,
-    /// Both, each at its card address.
-    file: OwnedFd,
+    /// Both, each at its card address, where they can be lent.
+    file: Option<OwnedFd>,
     /// Others may have it mapped, and write where nothing is present yet.
     lent: AtomicBool,
 }
 
 impl CardMemory {
-    /// `ddr` bytes at card address 0 and `hbm` bytes at card address 2^38.
+    /// `ddr` bytes at card address 0 and `hbm` bytes at card address 2^38: of this process, in huge pages where the
+    /// kernel has them.
     ///
     /// # Errors
     /// [`Error::BadConfig`] unless `ddr` is a multiple of 2 MiB, `hbm` one of 4 MiB (so that its halves are whole
     /// blocks), and each at least that and at most 256 GiB; [`Error::Memory`] when the machine refuses the address
     /// space.
     pub fn new(ddr: u64, hbm: u64) -> Result<Self, Error> {
-        Self::at(ddr, hbm, HBM_BASE)
+        let spans = Self::spans(ddr, hbm, HBM_BASE)?;
+        let private = |span: &Span<CardAddr>| SharedBuf::sparse_private(span.len() as usize);
+        match [private(&spans[0]), private(&spans[1])] {
+            [Ok(ddr), Ok(hbm)] => Ok(Self::of(spans, [ddr, hbm], None)),
+            // Of private memory that is not there yet a machine without overcommitment has no more than it has memory.
+            _ => Self::shared(spans),
+        }
     }
 
     /// The same with HBM as near as its own length and that of DDR let it begin at a power of two: a BAR that shows the
-    /// memory is then no longer than it must be (a machine has few addresses for BARs).
+    /// memory is then no longer than it must be (a machine has few addresses for BARs). Other processes can map it.
     ///
     /// # Errors
     /// As [`CardMemory::new`].
     pub fn compact(ddr: u64, hbm: u64) -> Result<Self, Error> {
-        Self::at(ddr, hbm, ddr.max(hbm).min(HBM_BASE).next_power_of_two())
+        Self::shared(Self::spans(ddr, hbm, ddr.max(hbm).min(HBM_BASE).next_power_of_two())?)
     }
 
-    fn at(ddr: u64, hbm: u64, hbm_base: u64) -> Result<Self, Error> {
-        let spans = [
+    fn spans(ddr: u64, hbm: u64, hbm_base: u64) -> Result<[Span<CardAddr>; 2], Error> {
+        Ok([
             bank(("DDR", "must be a multiple of 2 MiB, neither zero nor above 256 GiB"), 0, ddr, BLOCK)?,
             bank(("HBM", "must be a multiple of 4 MiB, neither zero nor above 256 GiB"), hbm_base, hbm, 2 * BLOCK)?,
-        ];
+        ])
+    }
+
+    fn of(spans: [Span<CardAddr>; 2], [ddr, hbm]: [SharedBuf; 2], file: Option<OwnedFd>) -> Self {
+        let [ddr, hbm] = [Bank::new(spans[0], ddr), Bank::new(spans[1], hbm)];
+        Self { ddr, hbm, file, lent: AtomicBool::new(false) }
+    }
+
+    fn shared(spans: [Span<CardAddr>; 2]) -> Result<Self, Error> {
         let ranges = spans.map(|span| span.first().bits()..span.first().bits() + span.len());
         let (buffers, file) = SharedBuf::sparse_ranges("dmalane-card", &ranges)?;
-        let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each range") };
-        let [ddr, hbm] = [Bank::new(spans[0], ddr), Bank::new(spans[1], hbm)];
-        Ok(Self { ddr, hbm, file, lent: AtomicBool::new(false) })
+        let Ok(buffers) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each range") };
+        Ok(Self::of(spans, buffers, Some(file)))
     }
 
     /// The same, where `allowance` is asked before memory is made present.
@@ -75,11 +89,13 @@ impl CardMemory {
     }
 
     /// The memfd that is the memory, byte for byte at its card address, for another process to map; and which bytes of
-    /// it are memory. The others are nobody's: what is written there the card does not see.
-    pub fn lend(&self) -> (BorrowedFd<'_>, [Range<u64>; 2]) {
+    /// it are memory. The others are nobody's: what is written there the card does not see. `None` for memory of this
+    /// process.
+    pub fn lend(&self) -> Option<(BorrowedFd<'_>, [Range<u64>; 2])> {
+        let file = self.file.as_ref()?;
         self.lent.store(true, Ordering::Relaxed);
         let range = |span: Span<CardAddr>| span.first().bits()..span.first().bits() + span.len();
-        (self.file.as_fd(), [range(self.ddr.span), range(self.hbm.span)])
+        Some((file.as_fd(), [range(self.ddr.span), range(self.hbm.span)]))
     }
 
     /// The addresses of DDR.
@@ -409,7 +425,7 @@ mod tests {
         let memory = CardMemory::compact(6 * BLOCK, 2 * BLOCK).unwrap();
         let base = 8 * BLOCK;
         assert_eq!(memory.hbm().first(), CardAddr::new(base), "behind DDR, at a power of two");
-        let (file, [ddr, hbm]) = memory.lend();
+        let (file, [ddr, hbm]) = memory.lend().unwrap();
         assert_eq!((ddr, hbm), (0..6 * BLOCK, base..base + 2 * BLOCK));
         // Nothing is present there; the card's MMU sees it all the same, and so does a copy.
         for (at, value) in [(BLOCK + 8, 7u64), (base + BLOCK, 9)] {

@@ -221,7 +221,7 @@ impl SlashDevice {
 impl Device for SlashDevice {
     fn info(&self) -> DeviceInfo {
         let name = "AMD V80 (SLASH)".to_owned();
-        DeviceInfo { name, notes: self.notes.clone(), polled: false, concurrent: true, processors: 0 }
+        DeviceInfo { name, notes: self.notes.clone(), polled: false, concurrent: true, ..DeviceInfo::default() }
     }
 
     fn regions(&self) -> &[Region] {

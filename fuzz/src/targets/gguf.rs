@@ -20,7 +20,7 @@ pub fn target(file: &[u8]) {
                 assert_eq!(model.tensor_at(at).map(|found| &found.name), Some(&tensor.name));
             }
         }
-        if let Some(layout) = Layout::new(&model, u64::MAX) {
+        if let Some(layout) = Layout::new(&model, Default::default(), u64::MAX) {
             assert_eq!(layout.places.len(), model.tensors.len());
         }
     }

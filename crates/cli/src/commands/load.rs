@@ -11,7 +11,7 @@ use std::sync::Arc;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::file::FileQueue;
-use dmalane::load::{CONTAINERS, DriveOptions, Error, Input, Manifest, ModelSet, Select};
+use dmalane::load::{BadAlign, CONTAINERS, DriveOptions, Error, Input, Manifest, ModelSet, Select, TensorAlign};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
@@ -109,6 +109,12 @@ pub(crate) struct Load {
     /// A region by its name; a group, such as hbm, to stripe over its regions; or hbm-half for one region of a group.
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true, help_heading = "Device")]
     placement: Placement,
+
+    /// Start tensors at multiples of this, of at most 2 MiB [default: 64, or 256 on GPUs; 4 KiB from 16 KiB on]
+    ///
+    /// From 4 KiB on each tensor has pages of its own, so that a program that runs past its end faults.
+    #[arg(long, value_name = "SIZE", value_parser = align, help_heading = "Device")]
+    align: Option<TensorAlign>,
 
     /// Write a trace of the binds to this file, for `dmalane vm replay`
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
@@ -214,7 +220,8 @@ impl Load {
         room: &LoadRoom<'_>,
         inputs: &[Input<FileQueue>],
     ) -> Result<ExitCode, Failure> {
-        let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
+        let placed = device.place_files(inputs, &self.placement);
+        let placed = placed.map_err(|e| room.load_failure(&e, device, inputs))?;
         let (name, text) = (self.device.to_string(), |name: &str| report::plan_text(name, &placed, inputs, self.list));
         let told = output::tell(self.run.format.json, || report::plan_json(&name, &placed), || text(&name))?;
         device.unload(placed)?;
@@ -226,6 +233,7 @@ impl Load {
         OpenOptions {
             drive: DriveOptions {
                 queues: self.mm_channel.clone(),
+                align: self.align.unwrap_or_default(),
                 fill: self.run.fill(DriveOptions::default().fill),
                 ..DriveOptions::default()
             },
@@ -251,7 +259,10 @@ impl Load {
             false => inputs.iter().filter_map(|i| i.source.model().ok()).fold(0, |sum, m| sum.saturating_add(m.len)),
         });
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
-        let refused = |e| model::differs("nothing was loaded", &e).unwrap_or_else(|| room.load_failure(&e, inputs));
+        let refused = |e| match model::differs("nothing was loaded", &e) {
+            Some(failure) => failure,
+            None => room.load_failure(&e, device, inputs),
+        };
         let mut loaded = result.map_err(refused)?;
         bar.finish();
         let counters = device.counters();
@@ -310,6 +321,11 @@ impl Load {
 
 fn pattern(text: &str) -> Result<glob::Pattern, String> {
     glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
+}
+
+fn align(text: &str) -> Result<TensorAlign, String> {
+    let size = text.parse::<Size>().map_err(|e| e.to_string())?;
+    size.bytes().try_into().map_err(|e: BadAlign| e.to_string())
 }
 
 /// The kinds of files that have tensors: all but the last.

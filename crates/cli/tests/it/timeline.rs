@@ -156,7 +156,8 @@ fn reading_has_a_timeline_too() {
 fn the_timeline_of_many_tensors_is_bounded() {
     let folder = folder("trace-many");
     tensors(&folder.join("many.safetensors"), 40_000);
-    dmalane(&folder, &["load", "many.safetensors", "--trace", "trace.json", "--report", "report.html"]);
+    let each = ["--align", "4KiB", "--trace", "trace.json", "--report", "report.html"];
+    dmalane(&folder, &[&["load", "many.safetensors"][..], &each].concat());
     let trace: Value = serde_json::from_slice(&fs::read(folder.join("trace.json")).unwrap()).unwrap();
     let rows = spans(&trace);
     assert!(rows.values().all(|row| row.len() <= 1 << 14));
