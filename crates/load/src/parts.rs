@@ -29,7 +29,7 @@ impl Parts {
     pub fn new<'a>(files: impl IntoIterator<Item = (u64, Option<&'a [Arc<Tensor>]>)>) -> Self {
         Self::of_ranges(files.into_iter().map(|(len, tensors)| match tensors {
             Some(tensors) => (len, tensors.iter().map(|t| t.at.bits()..t.at.bits() + t.len).collect()),
-            None => (len, vec![0..len]),
+            None => (len, std::iter::once(0..len).collect()),
         }))
     }
 
