@@ -69,8 +69,9 @@ def load_file(
 
     filename: a file, a directory, a `*.safetensors.index.json`, or several of these.
     framework: "numpy", "pt" or "bytes". Types that the framework does not have come as `Tensor`, which is their bytes.
-    device: "cpu" for host memory. With framework "pt" a device of PyTorch, as `safe_open` has it. Else the name of a device of dmalane or an open one; then the values are `DeviceTensor`, and align,
-        memory_limit and direct, which are about host memory, are refused.
+    device: "cpu" for host memory. With framework "pt" a device of PyTorch, as `safe_open` has it. Else the name of a
+        device of dmalane or an open one; then the values are `DeviceTensor`, and align, memory_limit and direct,
+        which are about host memory, are refused.
     align: each tensor starts at a multiple of this power of two, at most 4096, and shares no such unit with another.
     memory_limit: refuse to allocate more host memory than this (4096, "4GiB").
     direct: past the page cache (True) or through it (False); by default what is cached decides.
@@ -136,9 +137,10 @@ def load_into(
     """Reads files into arrays or tensors that exist already, through buffers of `memory_limit` at most, or of twice the
     largest tensor if that is more.
 
-    Types and shapes must be those of the file. With `strict`, so must the names. Contiguous tensors on GPUs of CUDA are
-    read where they are, without those buffers; of other devices of PyTorch they are written by their own `copy_`. With `verify`, a manifest, no tensor is written whose bytes differ, but others may
-    have been when `IntegrityError` is raised.
+    Types and shapes must be those of the file. With `strict`, so must the names. Contiguous tensors on GPUs of CUDA
+    are read where they are, without those buffers; of other devices of PyTorch they are written by their own `copy_`.
+    With `verify`, a manifest, no tensor is written whose bytes differ, but others may have been when `IntegrityError`
+    is raised.
     """
     files = Files(paths_of(filename), None, direct, manifest_of(verify))
     names = files.keys()

@@ -3,10 +3,9 @@
 //! Three rules make the calls sound. Function types are those of `cuda.h` (CUDA 11.2 to 13), and the library is never
 //! unloaded. A [`Stream`] owns each operation from [`Stream::begin`] until the driver has confirmed that everything
 //! before it on the stream has ended; what it cannot confirm is never freed. A copy names device memory only inside
-//! ranges that this process has mapped through the same [`Context`], or of which the driver says that they are memory of
-//! its GPU ([`Borrowed`], `ranges::check`), since the driver also takes addresses of pinned host memory; a range that
-//! was mapped is unmapped only after all work of the context has ended, that of
-//! other libraries too.
+//! ranges that this process has mapped through the same [`Context`], or of which the driver says that they are memory
+//! of its GPU ([`Borrowed`], `ranges::check`), since the driver also takes addresses of pinned host memory; a range
+//! that was mapped is unmapped only after all work of the context has ended, that of other libraries too.
 //!
 //! The modules below this file call the driver through `call!` and `may_call!` alone.
 #![allow(unsafe_code)]

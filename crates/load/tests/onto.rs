@@ -41,7 +41,10 @@ proptest! {
     /// The reference copies byte by byte out of the file.
     #[test]
     fn parts_land_where_they_are_to(
-        sizes in prop::collection::vec(prop::collection::vec(prop_oneof![0u64..100, 0u64..60_000, Just(300_000)], 1..6), 1..4),
+        sizes in prop::collection::vec(
+            prop::collection::vec(prop_oneof![0u64..100, 0u64..60_000, Just(300_000)], 1..6),
+            1..4,
+        ),
         cuts in prop::collection::vec(any::<(prop::sample::Index, prop::sample::Index, bool, u8)>(), 18),
         mode in prop_oneof![Just(Mode::Auto), Just(Mode::Direct), Just(Mode::Buffered)],
     ) {
