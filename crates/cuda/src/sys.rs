@@ -148,6 +148,7 @@ calls! {
         release = "cuDevicePrimaryCtxRelease_v2" (c_int);
         push = "cuCtxPushCurrent_v2" (Handle);
         pop = "cuCtxPopCurrent_v2" (*mut Handle);
+        capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_int);
         synchronize = "cuCtxSynchronize" ();
         memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
         host_register = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);

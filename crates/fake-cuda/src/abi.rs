@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_uint, c_void};
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
@@ -18,6 +18,8 @@ use crate::model::*;
 thread_local! {
     /// The contexts of this thread, the current one last.
     static CURRENT: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    /// What calls of this thread do to graphs that others capture: 0 ends them, 2 does not.
+    static CAPTURE_MODE: Cell<c_int> = const { Cell::new(0) };
 }
 
 /// The context of a device, as a pointer.
@@ -100,6 +102,9 @@ fn with_context(name: &str, body: impl FnOnce(&mut State) -> Result) -> Code {
         if current() == 0 {
             state.violation(format!("{name} without a current context"));
             return Err(INVALID_CONTEXT);
+        }
+        if state.settings.capturing && CAPTURE_MODE.get() != 2 {
+            state.violation(format!("{name} ended a graph that is captured"));
         }
         body(state)
     })
@@ -352,6 +357,12 @@ functions! {
                 state.violation("cuCtxPopCurrent without a context".to_owned());
                 Err(INVALID_CONTEXT)
             }
+        })
+    }
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) {
+        call("cuThreadExchangeStreamCaptureMode", |_| {
+            // SAFETY: callers pass a pointer to a number.
+            put(mode, CAPTURE_MODE.replace(unsafe { *mode }))
         })
     }
     fn cuCtxSynchronize() {
@@ -796,6 +807,7 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
         "copied" => return state.copied as i64,
         "link" => state.settings.link = number(1),
         "idle" => state.settings.idle = number(1) > 0,
+        "capture" => state.settings.capturing = number(1) > 0,
         "delay" => state.settings.delay = Duration::from_micros(number(1)),
         "calls" => return state.calls.get(words[1]).map_or(0, |n| *n as i64),
         "reset" => {

@@ -125,6 +125,8 @@ pub(crate) struct Settings {
     pub link: u64,
     /// Copies end without being made, which takes no processor: for measurements.
     pub idle: bool,
+    /// A graph is captured: calls of threads whose mode is not relaxed end it.
+    pub capturing: bool,
 }
 
 impl Default for Settings {
@@ -140,6 +142,7 @@ impl Default for Settings {
             lost: 0,
             link: 0,
             idle: false,
+            capturing: false,
         }
     }
 }

@@ -20,12 +20,17 @@ pub(crate) struct Context {
     mapped: RwLock<Mapped>,
 }
 
-/// Keeps the context current on this thread.
-pub(super) struct Current<'a>(&'a Context);
+/// Keeps the context current on this thread, whose calls do not end a graph that another thread captures.
+pub(super) struct Current<'a> {
+    context: &'a Context,
+    /// The mode of the thread before.
+    capture_mode: c_int,
+}
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
-        let (driver, mut raw) = (self.0.driver, ptr::null_mut());
+        let (driver, mut raw) = (self.context.driver, ptr::null_mut());
+        let _ = call!(driver.capture_mode(&raw mut self.capture_mode));
         // A context that was pushed can be popped.
         let _ = call!(driver.pop(&raw mut raw));
     }
@@ -50,9 +55,13 @@ impl Context {
     }
 
     pub(super) fn current(&self) -> Result<Current<'_>, Error> {
-        let driver = self.driver;
+        // 2: CU_STREAM_CAPTURE_MODE_RELAXED. No stream here is ever captured.
+        let (driver, mut capture_mode) = (self.driver, 2);
         call!(driver.push(self.raw.0))?;
-        Ok(Current(self))
+        let mut current = Current { context: self, capture_mode: 0 };
+        call!(driver.capture_mode(&raw mut capture_mode))?;
+        current.capture_mode = capture_mode;
+        Ok(current)
     }
 
     /// As [`Context::current`], tried twice: to leave something behind is worse.

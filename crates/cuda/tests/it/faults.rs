@@ -23,6 +23,7 @@ const TIDY: &[&str] = &[
     "cuMemRelease",
     "cuMemUnmap",
     "cuStreamDestroy_v2",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Calls with a fallback: an attribute is missing, an event cannot be had, a wait is repeated.
