@@ -5,11 +5,11 @@ use thiserror::Error;
 
 use crate::container::{Model, Tensor};
 
-/// What is bound starts at multiples of this in device virtual memory: the page size of the GPUs with the largest pages
+/// Bound ranges start at multiples of this in device virtual memory: the page size of the GPUs with the largest pages
 /// (Apple AGX).
 pub const ALIGN: PageSize = PageSize::SIZE_16K;
 
-/// What is bound starts at multiples of this on the card: the page of its MMU.
+/// Bound ranges start at multiples of this on the card: the page of its MMU.
 pub const PAGE: PageSize = PageSize::SIZE_4K;
 
 /// The page size that large tensors are laid out for.

@@ -145,11 +145,12 @@ impl OpenDevice {
         Ok(filled)
     }
 
-    /// As [`OpenDevice::fill`], through the staging buffers: `targets` says where the bytes of each buffer go, and none
-    /// stay on the host.
+    /// As [`OpenDevice::fill`], through the staging buffers, of at most `limit` bytes and of no less than
+    /// [`Staging::bounds`](crate::fill::Staging::bounds): `targets` says where the bytes of each buffer go, and none stay
+    /// on the host.
     pub(crate) fn fill_staged<S: Queue<Addr = FileOffset>>(
         &mut self,
-        targets: &dyn Targets,
+        (targets, limit): (&dyn Targets, u64),
         job: &Job,
         workers: &mut [Vec<S>],
         options: &FillOptions,
@@ -159,6 +160,7 @@ impl OpenDevice {
         let Self { queue, info, staging, .. } = self;
         // Of full length at once, so that they are registered once, however small what is read first is.
         staging.prepare(u64::MAX);
+        staging.keep_within(limit);
         fill::ask(staging.to_come(u64::MAX), "the staging buffers")?;
         let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
         let done = fill::run(start, Memory::Staging(staging), sink, job, workers, options, watch);

@@ -79,7 +79,7 @@ struct Back<Q: Queue> {
     queue: Q,
     /// Operations that it has at most.
     inside: usize,
-    /// What the queue has not got yet, oldest first.
+    /// Batches that the queue has not got yet, oldest first.
     waiting: VecDeque<Batch<Q::Addr>>,
     /// The operations in the queue, oldest first: its ticket, ours, and the handle.
     owners: VecDeque<(Ticket, Ticket, usize)>,

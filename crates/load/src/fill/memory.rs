@@ -113,6 +113,16 @@ impl Staging {
         self.len.min(SLOT)
     }
 
+    /// Bytes of the buffers of full length: of the few that each load has, and of the most.
+    pub(crate) fn bounds(&self) -> (u64, u64) {
+        (self.limit.saturating_mul(BUFFERS as u64), self.limit.saturating_mul(MORE_BUFFERS as u64))
+    }
+
+    /// Makes no buffers of full length beyond this number of bytes, but the few that each load has.
+    pub(crate) fn keep_within(&mut self, bytes: u64) {
+        self.most = usize::try_from(bytes / self.limit).map_or(MORE_BUFFERS, |most| most.clamp(BUFFERS, MORE_BUFFERS));
+    }
+
     /// Bytes of the buffers that files of which the largest has `largest` bytes may still need.
     pub(crate) fn to_come(&self, largest: u64) -> u64 {
         largest.min(self.limit).saturating_mul(BUFFERS.saturating_sub(self.buffers) as u64)

@@ -58,7 +58,7 @@ pub(crate) struct Done {
 }
 
 impl Done {
-    /// What came of a job that began at `start`: its buffers, and for staging memory the hashes of what they had.
+    /// The buffers of a job that began at `start`, and its report; of staging memory, the hashes of what went through it.
     pub fn filled(mut self, start: Instant, job: &Job, workers: usize) -> Filled {
         let report = FillReport {
             bytes: job.bytes(),

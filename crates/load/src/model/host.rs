@@ -141,30 +141,33 @@ impl HostModel {
         }
         let (budget, closed) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), AtomicBool::new(false));
         let (files, reads, above) = (Arc::new(files), Arc::default(), None);
-        let reader = Arc::new(Reader { files, budget, reads, mode, closed, above });
+        let reader = Arc::new(Reader { files, budget, reads, mode, threads: None, closed, above });
         Ok(Self { reader, by_name: Arc::new(by_name), manifest: Arc::new(manifest), left_out: Arc::default() })
     }
 
-    /// The same model with another memory limit, which counts what it reads from now on.
+    /// The same model with another memory limit, which counts what it reads from now on, and the same
+    /// [reads](Self::reads).
     pub fn within(&self, memory_limit: u64) -> Self {
         let reader = Reader {
             files: self.reader.files.clone(),
             budget: Budget::new(memory_limit),
-            reads: Arc::default(),
+            reads: self.reader.reads.clone(),
             mode: self.reader.mode,
+            threads: None,
             closed: AtomicBool::new(false),
             above: None,
         };
         Self { reader: Arc::new(reader), ..self.clone() }
     }
 
-    /// The same model with the same limit and [reads](Self::reads). To [`close`](Self::close) it ends its own reads
-    /// alone; to close this one ends those too.
-    pub fn apart(&self) -> Self {
+    /// The same model with the same limit and [reads](Self::reads), read by this number of threads (1 to 64), or by as
+    /// many as the processors and the files take. To [`close`](Self::close) it ends its own reads alone; to close this
+    /// one ends those too.
+    pub fn apart(&self, threads: Option<usize>) -> Self {
         let Reader { files, budget, reads, mode, .. } = &*self.reader;
         let (files, budget, reads) = (files.clone(), budget.clone(), reads.clone());
         let (closed, above) = (AtomicBool::new(false), Some(self.reader.clone()));
-        let reader = Reader { files, budget, reads, mode: *mode, closed, above };
+        let reader = Reader { files, budget, reads, mode: *mode, threads, closed, above };
         Self { reader: Arc::new(reader), ..self.clone() }
     }
 
@@ -255,6 +258,14 @@ impl HostModel {
         Ok(HostTensor::new(tensor, tensor.dims(), block, plan.places[0], tensor.len))
     }
 
+    /// Refuses to read a part of a tensor that is to be compared with the manifest.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`], [`Error::Closed`], [`Error::Unchecked`].
+    pub fn check_slice(&self, name: &str) -> Result<(), Error> {
+        self.find(name)?.0.check_parts()
+    }
+
     /// Reads a slice of a tensor: a range of each dimension. `shape` is that of the result, which has as many elements
     /// as the ranges.
     ///
@@ -309,7 +320,8 @@ impl HostModel {
 
     /// Reads parts of tensors into memory of a device, each to `part.to` bytes behind `place`, through staging buffers
     /// that are registered once for each device. Whole tensors are compared with the manifest. No two parts have a byte
-    /// in common. What lies at these addresses is the caller's: nothing is allocated or bound.
+    /// in common. What lies at these addresses is the caller's: nothing is allocated or bound. The memory limit counts
+    /// the staging buffers, of which there are fewer where it leaves less.
     ///
     /// ```
     /// use dmalane_device::RamDevice;

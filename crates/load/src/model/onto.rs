@@ -156,10 +156,14 @@ pub(super) fn read_parts(
         tensors.push(placed.collect());
     }
     let sources = files.iter().map(|file| file.open()).collect::<Result<Vec<_>, _>>()?;
-    let mut options = ReadOptions { mode: reader.mode, ..ReadOptions::default() };
+    let mut options = ReadOptions { mode: reader.mode, threads: reader.threads, ..ReadOptions::default() };
     options.fill.hash_regions = expected::hash_regions(&tensors);
     let mut watch = reader.while_open(watch);
-    let (memory, onto) = (BufferMemory::of(model_heap()), Some(Onto::Staged(device, &places)));
+    // What the limit leaves is for the staging buffers, and no less than they take at least.
+    let (least, most) = device.staging.bounds();
+    let staging = (reader.budget.limit() - reader.budget.used()).clamp(least, most);
+    let _charge = reader.budget.take(staging)?;
+    let (memory, onto) = (BufferMemory::of(model_heap()), Some(Onto::Staged(device, &places, staging)));
     let done = read(memory, onto, &sources, places.parts.job(), &options, &mut watch, true);
     let ReadFiles { filled, methods } = done.map_err(|error| match error {
         Error::Fill(FillError::Transfer { buffer, offset, error }) => {

@@ -27,8 +27,10 @@ pub(super) struct Reader {
     pub budget: Arc<Budget>,
     pub reads: Arc<Mutex<Reads>>,
     pub mode: Mode,
+    /// Threads that read, of one job; by default as many as the processors and the files take.
+    pub threads: Option<usize>,
     pub closed: AtomicBool,
-    /// What ends this one's reads too when it is closed.
+    /// The reader that this one is [apart](super::HostModel::apart) from: to close it ends the reads of this one, too.
     pub above: Option<Arc<Self>>,
 }
 
@@ -89,7 +91,7 @@ impl Reader {
     ) -> Result<ReadFiles, Error> {
         let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
         let watch = self.while_open(watch);
-        let mut options = ReadOptions { mode: self.mode, ..ReadOptions::default() };
+        let mut options = ReadOptions { mode: self.mode, threads: self.threads, ..ReadOptions::default() };
         options.fill.hash_regions = expected::hash_regions(tensors);
         Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)
     }

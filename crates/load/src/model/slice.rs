@@ -1,21 +1,20 @@
 //! Slices of tensors: the runs of bytes that they consist of, and how they are read.
 
-use std::ops::{ControlFlow, Range};
-use std::os::unix::fs::FileExt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::Heap;
+use dmalane_dma::{CopyHint, Heap};
 
 use super::block::{Block, HostTensor, model_heap};
 use super::plan::{PAGE, Plan};
 use super::reader::Reader;
 use crate::error::Error;
-use crate::fill::{Event, Extent, FillError, Watch};
+use crate::fill::{Extent, Job, Watch};
 
 /// Ranges of a slice that are at least this long are read where they go; shorter ones are gathered.
 const DIRECT_RUN: u64 = 128 << 10;
-/// Bytes between two ranges that are rather read than skipped, and read at a time, at most.
+/// Bytes between two ranges that are rather read than skipped, and that are read together, at most.
 const GAP: u64 = 64 << 10;
 const GATHER: u64 = 8 << 20;
 
@@ -95,7 +94,7 @@ fn runs(shape: &[u64], ranges: &[Range<u64>], bits: u64) -> Result<(Vec<u64>, u6
     Ok((starts.into_iter().map(bytes).collect::<Result<_, _>>()?, run))
 }
 
-/// Reads many short runs of a tensor at `at`: those that lie close together by one read, through the page cache.
+/// Reads many short runs of a tensor at `at`: those that lie close together with what lies between them.
 fn gather(
     reader: &Reader,
     file: usize,
@@ -107,9 +106,7 @@ fn gather(
     let total = runs.len() as u64 * run;
     let charge = reader.budget.take(total.next_multiple_of(PAGE))?;
     let of = &reader.files[file];
-    let file = of.open()?.file()?;
     let buf = model_heap().allocate(total as usize)?.share();
-    let mut scratch = Vec::new();
     let (mut first, mut to) = (0, 0);
     while first < runs.len() {
         let mut end = first + 1;
@@ -119,20 +116,20 @@ fn gather(
         {
             end += 1;
         }
-        let len = run * (end - first) as u64;
-        let arrived = Event::Arrived { buffer: 0, offset: to as u64, len };
-        if reader.check_open().is_err() || watch(arrived) == ControlFlow::Break(()) {
-            return Err(Error::Fill(FillError::Cancelled { done: to as u64, of: total }));
-        }
-        scratch.resize((runs[end - 1] + run - runs[first]) as usize, 0);
-        let read = file.read_exact_at(&mut scratch, at + runs[first]);
-        read.map_err(|source| Error::File { path: of.path().to_owned(), what: "read it", source })?;
-        for start in &runs[first..end] {
-            let from = (start - runs[first]) as usize;
-            if let Some(view) = buf.as_volatile_slice().sub(to, run as usize) {
-                view.write(&scratch[from..from + run as usize]);
+        let (start, len) = (at + runs[first], runs[end - 1] + run - runs[first]);
+        // As in the file, so that direct I/O puts the bytes in place.
+        let front = start & (PAGE - 1);
+        let extent = Extent { source: 0, at: FileOffset::new(start), len, buffer: 0, to: front };
+        let job = Job { buffers: vec![front + len], extents: vec![extent] };
+        for scratch in reader.run(&[of], job, &[Vec::new()], watch)? {
+            let scratch = scratch.as_volatile_slice();
+            for of_run in &runs[first..end] {
+                let (from, run) = ((front + of_run - runs[first]) as usize, run as usize);
+                if let Some((to, from)) = buf.as_volatile_slice().sub(to, run).zip(scratch.sub(from, run)) {
+                    to.copy_from(from, CopyHint::Keep);
+                }
+                to += run;
             }
-            to += run as usize;
         }
         first = end;
     }

@@ -26,8 +26,9 @@ const MAPPED: usize = 16;
 pub(crate) enum Onto<'a> {
     /// Each buffer as a whole, at the place with its number. The buffers stay.
     Copied(&'a mut OpenDevice, &'a [DeviceAddr]),
-    /// What has targets, through the device's staging buffers. Nothing stays on the host.
-    Staged(&'a mut OpenDevice, &'a dyn Targets),
+    /// The bytes that have targets, through the device's staging buffers of at most this length. Nothing stays on the
+    /// host.
+    Staged(&'a mut OpenDevice, &'a dyn Targets, u64),
 }
 
 /// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
@@ -85,7 +86,9 @@ pub(crate) fn read(
     let filled = match onto {
         None => fill(memory, Sink::Memory, job, &mut queues, &options.fill, watch),
         Some(Onto::Copied(device, places)) => device.fill(memory, places, job, &mut queues, &options.fill, watch),
-        Some(Onto::Staged(device, targets)) => device.fill_staged(targets, job, &mut queues, &options.fill, watch),
+        Some(Onto::Staged(device, targets, limit)) => {
+            device.fill_staged((targets, limit), job, &mut queues, &options.fill, watch)
+        }
     };
     let filled = filled.map_err(|error| match error {
         FillError::Read { .. } => describe(error, |i| (sources[i].path.clone(), None)),
