@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ._arguments import Backend, Manifest, Paths, check_backend, integer, manifest_of, parse_size, paths_of
 from ._frameworks import TORCH, Framework, converter, on_cpu, torch_device
 from ._native import Files, Tensor
-from ._onto import Gpu, OnGpu, OnHost
+from ._onto import Gpu, OnGpu, OnHost, Range, moved
 from .errors import UnknownTensorError
 
 _T = TypeVar("_T")
@@ -73,21 +73,27 @@ class TensorMeta(NamedTuple):
 class Prefetch:
     """Tensors that are read ahead, each handed out once: by `take(name)`, or by iterating."""
 
-    def __init__(self, owner: safe_open, plan: Mapping[str, slice | None], reader: OnHost | OnGpu) -> None:
-        rows = {name: Slice(owner, name, reader.slice) for name in plan}
+    def __init__(
+        self, owner: safe_open, plan: Mapping[str, slice | None], reader: OnHost | OnGpu, threads: int | None
+    ) -> None:
+        wanted: dict[str, Range | None] = {}
         for name, part in plan.items():
+            shape = owner._of(name, owner._files.describe)[1]
             if part is None:
+                wanted[name] = None
                 continue
             if not isinstance(part, slice) or part.step not in (None, 1):
                 raise ValueError(f"{name!r}: a plan has None, or a slice of the first dimension with a step of 1")
-            if not rows[name].get_shape():
+            if not shape:
                 raise ValueError(f"{name!r} has no dimension to slice")
+            start, stop, _ = part.indices(shape[0])
+            wanted[name] = start, max(start, stop)
         self._names = [name for name in owner.keys() if name in plan]
-        self._left: dict[str, slice | None] = {name: plan[name] for name in self._names}
-        self._rows, self._reader = rows, reader
+        self._left = {name: wanted[name] for name in self._names}
+        self._owner, self._reader = owner, reader
         # Read, and not asked for yet.
         self._ready: dict[str, Any] = {}
-        self._whole = reader.tensors({name for name, part in plan.items() if part is None})
+        self._coming = reader.tensors(wanted, threads=threads)
 
     def __repr__(self) -> str:
         return f"<Prefetch of {len(self._names)} tensors, {len(self._left)} not taken>"
@@ -104,18 +110,20 @@ class Prefetch:
         memory until they are taken."""
         if name not in self._left:
             raise KeyError(f"{name!r} was taken, or is not in the plan")
-        part = self._left[name]
-        taken = self._read(name) if part is None else self._rows[name][part]
+        taken = self._read(name)
         # Not before: what could not be read can be asked for again.
         del self._left[name]
         return taken
 
     def _read(self, name: str) -> Any:
         while name not in self._ready:
-            item = next(self._whole, None)
+            item = next(self._coming, None)
             if item is None:
                 # The stream has failed: the rest is read one by one.
-                return self._reader.tensor(name)
+                rows = self._left[name]
+                if rows is None:
+                    return self._reader.tensor(name)
+                return Slice(self._owner, name, self._reader.slice)[slice(*rows)]
             self._ready[item[0]] = item[1]
             # Nothing here keeps the memory while the next one is waited for.
             del item
@@ -130,7 +138,7 @@ class Prefetch:
         """Ends the reads, and drops what was not taken."""
         self._left.clear()
         self._ready.clear()
-        self._whole.close()
+        self._coming.close()
 
     def __enter__(self) -> Self:
         return self
@@ -169,14 +177,21 @@ class safe_open:
     ) -> None:
         check_backend(backend)
         self._framework, self._device = framework, device
-        to = _target(framework, device)
+        self._to = _target(framework, device)
         self._files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
-        self._reader = _reader(self._files, framework, to)
+        self._made: OnHost | OnGpu | None = None
         self._paths = self._files.paths()
         self._starts: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"<safe_open of {', '.join(self._paths)}>"
+
+    @property
+    def _reader(self) -> OnHost | OnGpu:
+        # Not before something is read: a header needs no GPU.
+        if self._made is None:
+            self._made = _reader(self._files, self._framework, self._to)
+        return self._made
 
     def _of(self, name: str, read: Callable[[str], _T]) -> _T:
         """What `read` gives for a name; if there is no such tensor, the error names one that is called almost so."""
@@ -218,7 +233,7 @@ class safe_open:
 
     def get_tensor(self, name: str) -> Any:
         """Reads one tensor."""
-        return self._of(name, self._reader.tensor)
+        return self._of(name, lambda name: self._reader.tensor(name))
 
     def get_tensors(self) -> dict[str, Any]:
         """Reads all tensors, one after the other."""
@@ -234,19 +249,22 @@ class safe_open:
         return TensorMeta(dtype, list(shape), (start, start + nbytes))
 
     def prefetch(
-        self, plan: Mapping[str, slice | None] | None = None, *, device: str | int | Any = None, threads: int = 8
+        self,
+        plan: Mapping[str, slice | None] | None = None,
+        *,
+        device: str | int | Any = None,
+        threads: int | None = None,
     ) -> Prefetch:
-        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension. Slices are
-        read when they are taken.
+        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension.
 
-        device: where they go; by default that of this object. threads: at least 1; the engine reads with as many as the
-        files take."""
-        if integer(threads) is None or threads < 1:
+        device: where they go; by default that of this object. threads: that read, at most 64; by default as many as the
+        processors and the files take."""
+        if threads is not None and (integer(threads) is None or threads < 1):
             raise ValueError(f"threads={threads!r} is not 1 or more")
         reader = self._reader
         if device is not None:
             reader = _reader(self._files, self._framework, _target(self._framework, device))
-        return Prefetch(self, dict.fromkeys(self.keys()) if plan is None else plan, reader)
+        return Prefetch(self, dict.fromkeys(self.keys()) if plan is None else plan, reader, threads)
 
     def get_slice(self, name: str) -> Slice:
         """A tensor to read a part of."""
@@ -257,7 +275,7 @@ class safe_open:
         or those of `names`."""
         if isinstance(names, str):
             raise TypeError(f"names are several: tensors([{names!r}])")
-        return self._reader.tensors(None if names is None else set(names))
+        return self._reader.tensors(None if names is None else dict.fromkeys(names))
 
     def report(self, *, reference: bool = False) -> dict[str, Any]:
         """The reads so far: bytes, stages, and for each file how and why; memory in use and its limit.
@@ -292,6 +310,6 @@ def _reader(files: Files, framework: Framework, to: Any) -> OnHost | OnGpu:
 
     def move(tensor: Tensor) -> Any:
         converted = convert(tensor)
-        return converted.to(to) if isinstance(converted, torch.Tensor) else converted
+        return moved(converted, to) if isinstance(converted, torch.Tensor) else converted
 
     return OnHost(files, move)

@@ -13,12 +13,8 @@ from ._last import remember
 from ._lend import safe_open
 from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
-from ._onto import Gpu
+from ._onto import Gpu, Pinned
 from .errors import UnknownTensorError
-
-
-# Bytes of a GPU that are allocated together, at most, except for a larger tensor.
-_ALLOCATED = 1 << 30
 
 
 @overload
@@ -92,7 +88,7 @@ def load_file(
             raise ValueError(f"align: for host memory only, and device is {device!r}")
         with safe_open(filename, framework, device, memory_limit=memory_limit, direct=direct, verify=verify) as f:
             moved, done, total = {}, 0, sum(f._files.describe(name)[2] for name in f)
-            for name, tensor in f._reader.tensors(None, _ALLOCATED):
+            for name, tensor in f.tensors():
                 moved[name] = tensor
                 done += f._files.describe(name)[2]
                 if watch:
@@ -138,7 +134,7 @@ def load_into(
     largest tensor if that is more.
 
     Types and shapes must be those of the file. With `strict`, so must the names. Contiguous tensors on GPUs of CUDA
-    are read where they are, without those buffers; of other devices of PyTorch they are written by their own `copy_`.
+    are read where they are, without those buffers; to those of other devices PyTorch copies them.
     With `verify`, a manifest, no tensor is written whose bytes differ, but others may have been when `IntegrityError`
     is raised.
     """
@@ -175,7 +171,9 @@ def _read_there(files: Files, targets: dict[str, Any]) -> set[str]:
     torch = sys.modules.get("torch")
     by_gpu: dict[Gpu, dict[str, Any]] = {}
     for name, target in targets.items():
-        if torch is not None and isinstance(target, torch.Tensor) and target.is_contiguous() and target.numel():
+        is_plain = torch is not None and isinstance(target, torch.Tensor) and target.is_contiguous()
+        # A conjugated view has the bytes of what it is a view of.
+        if is_plain and target.numel() and not (target.is_conj() or target.is_neg()):
             if (gpu := Gpu.of(target.device)) is not None:
                 by_gpu.setdefault(gpu, {})[name] = target
     for gpu, there in by_gpu.items():
@@ -187,8 +185,10 @@ def _copy(target: Any, tensor: Tensor) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(target, torch.Tensor):
         with torch.no_grad():
-            source = converter("pt")(tensor)
-            if source.dtype == target.dtype and not source.dtype.is_complex and source.dtype.itemsize == 1:
+            source, pinned = converter("pt")(tensor), Pinned.of(target.device)
+            if pinned is not None and target.is_contiguous() and source.dtype == target.dtype:
+                pinned.copy(source, target)
+            elif source.dtype == target.dtype and not source.dtype.is_complex and source.dtype.itemsize == 1:
                 target.view(torch.uint8).copy_(source.view(torch.uint8))
             else:
                 target.copy_(source)

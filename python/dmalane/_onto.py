@@ -1,70 +1,120 @@
-"""Tensors of PyTorch on a GPU of CUDA, read through host memory that is registered once.
+"""Tensors as they come to a device: one, a part of one, or many that are read ahead.
 
-PyTorch allocates their memory, which its limits and statistics then count, and dmalane's queues copy to it. A read
-returns when the driver has said that its copies have ended, so work on any stream comes after them; before it, the
-current stream is waited for, which may still use what was in that memory.
+On a GPU of CUDA they are read through host memory that is registered once. PyTorch allocates their memory, which its
+limits and statistics then count, and dmalane's queues copy to it. A read returns when the driver has said that its
+copies have ended, so work on any stream comes after them; before it, the current stream is waited for, which may still
+use what was in that memory. To other devices PyTorch copies them, from two buffers that it has pinned once.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from ._frameworks import torch_type
 from ._native import Device, Files, Tensor
-from .errors import DeviceError
+from .errors import DeviceError, MemoryLimitError
 
 _T = TypeVar("_T")
 Part = tuple[str, int, int, int]
+Range = tuple[int, int]
+# Which tensors are read: all of one, or a range of its first dimension.
+Wanted = Mapping[str, Range | None]
 
-# Bytes of tensors that are allocated and read together, at most, except for a larger one.
+# Bytes of tensors that are read together, at most, except for a larger one.
 BATCH = 256 << 20
-# Where tensors begin in their memory, as the widest loads of a GPU want it; and those that do not follow each other.
-_WIDE, _ALIGN = 16, 256
-# A slice of shorter runs is read with what lies between them, up to so many times its bytes, and cut on the GPU.
-_RUN, _BETWEEN = 64 << 10, 8
+# Of a slice of shorter runs that are no further apart all is read, this many bytes at a time, and cut on the GPU.
+_RUN, _CUT = 64 << 10, 64 << 20
+# Bytes of each of the two buffers that PyTorch pins.
+_PINNED = 32 << 20
+# Seconds that a GPU is kept open, with its registered memory, for the next use.
+_IDLE = 10.0
 
 
 def ahead(
-    items: Iterable[_T], begin: Callable[[ThreadPoolExecutor, _T], Future[Any]]
+    files: Files, items: Iterable[_T], begin: Callable[[ThreadPoolExecutor, _T], Future[Any]]
 ) -> Generator[tuple[_T, Any]]:
     """Items with the results of work that `begin` starts for each: for the first one now, for each other one before
-    the one in front of it is handed out."""
-    pool, left = ThreadPoolExecutor(1, thread_name_prefix="dmalane"), iter(items)
+    the one in front of it is handed out, unless memory lacks. To close it closes the files, which ends the work."""
+    items = iter(items)
+    left, begun = deque(islice(items, 1)), deque[tuple[_T, Future[Any]]]()
 
-    def start() -> tuple[_T, Future[Any]] | None:
-        return next(((item, begin(pool, item)) for item in left), None)
+    def start(pool: ThreadPoolExecutor) -> None:
+        if left:
+            # It stays where it is if this fails.
+            begun.append((left[0], begin(pool, left[0])))
+            left.popleft()
+            left.extend(islice(items, 1))
 
-    def each(current: tuple[_T, Future[Any]] | None) -> Generator[tuple[_T, Any]]:
-        with pool:
-            while current is not None:
-                following = start()
-                yield current[0], current[1].result()
-                current = following
+    def take(item: _T, result: Future[Any]) -> tuple[_T, Any]:
+        return item, result.result()
 
-    return each(start())
+    def each() -> Generator[Any]:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="dmalane")
+        try:
+            start(pool)
+            yield None
+            while left or begun:
+                if not begun:
+                    start(pool)
+                try:
+                    start(pool)
+                except MemoryError:
+                    pass
+                except RuntimeError as error:
+                    if not _is_out_of_memory(error):
+                        raise
+                # Nothing here keeps a result that was handed out.
+                yield take(*begun.popleft())
+        finally:
+            files.close()
+            pool.shutdown(cancel_futures=True)
+
+    return primed(each())
+
+
+def primed(generator: Generator[Any]) -> Generator[Any]:
+    """A generator behind its first `yield`: from now on, to close it runs its `finally`."""
+    next(generator)
+    return generator
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    kind = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
+    return kind is not None and isinstance(error, kind)
 
 
 class Gpu:
     """A GPU of CUDA, as PyTorch and dmalane see it."""
 
-    # Those in use, by process and number.
+    # Those in use, by process and number; those that are kept open for the next use, with their registered memory; and
+    # why others cannot be opened.
     _open: weakref.WeakValueDictionary[tuple[int, int], Gpu] = weakref.WeakValueDictionary()
+    _kept: set[Gpu] = set()
+    _refused: set[tuple[int, int]] = set()
+    _timer: threading.Timer | None = None
 
     def __init__(self, device: Any) -> None:
+        import torch
+
         self.device = device
         self._memory = Device(f"cuda:{device.index}")
+        # Allocators that are plugged into PyTorch may have other memory.
+        one = torch.empty(1, dtype=torch.uint8, device=device)
+        self._memory.check_lent(one.data_ptr(), 1)
 
     @classmethod
     def of(cls, device: Any) -> Gpu | None:
-        """The GPU of a device of PyTorch; None for others, and where its driver does not let it be opened, which is
-        said."""
+        """The GPU of a device of PyTorch; None for others, and where it cannot be used, which is said."""
         import torch
 
         if device.type != "cuda" or torch.version.hip is not None:
@@ -73,70 +123,191 @@ class Gpu:
             device = torch.device("cuda", torch.cuda.current_device())
         key = os.getpid(), device.index
         gpu = cls._open.get(key)
-        if gpu is None:
+        if gpu is None and key not in cls._refused:
             torch.cuda.init()
             try:
                 gpu = cls._open[key] = cls(device)
             except DeviceError as error:
-                warnings.warn(f"{device}: tensors are copied there by PyTorch, at the rate of memory that is not "
-                              f"registered: {error}", RuntimeWarning, stacklevel=4)  # fmt: skip
+                cls._refused.add(key)
+                warnings.warn(f"{device}: PyTorch copies tensors there, after they have been read: {error}",
+                              RuntimeWarning, stacklevel=4)  # fmt: skip
+        if gpu is not None:
+            cls._keep(gpu)
         return gpu
 
-    def memory(self, nbytes: int) -> Any:
-        """New memory of PyTorch, which nothing uses any more."""
+    @classmethod
+    def _keep(cls, gpu: Gpu) -> None:
+        if cls._timer is not None:
+            cls._timer.cancel()
+        cls._kept.add(gpu)
+        cls._timer = threading.Timer(_IDLE, cls.let_go)
+        cls._timer.daemon = True
+        cls._timer.start()
+
+    @classmethod
+    def let_go(cls) -> None:
+        """Closes those that are not in use."""
+        cls._kept.clear()
+
+    def stream(self) -> Any:
+        """PyTorch's current stream."""
         import torch
 
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.wait()
-        return memory
+        return torch.cuda.current_stream(self.device)
 
-    def wait(self) -> None:
-        """Waits for what the current stream does, maybe with memory that is read to next."""
+    def empty(self, kinds: Sequence[tuple[Any, Sequence[int]]]) -> list[Any]:
+        """New tensors of these types and shapes, whose memory nothing uses any more. Each has its own, as PyTorch frees
+        it, records streams of it and hands it to other processes."""
         import torch
 
-        torch.cuda.current_stream(self.device).synchronize()
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in kinds]
+        if any(tensor.numel() for tensor in tensors):
+            self.stream().synchronize()
+        return tensors
 
-    def read(self, files: Files, memory: Any, parts: Sequence[Part]) -> Any:
-        """Reads parts of tensors to their places in memory of `memory`, and returns it."""
-        files.read_onto(self._memory, memory.data_ptr(), parts, [(memory.data_ptr(), memory.numel())], memory)
-        return memory
+    def read(self, files: Files, parts: Sequence[Part], tensors: Sequence[Any]) -> None:
+        """Reads parts of tensors to addresses within the memory of `tensors`."""
+        if parts:
+            files.read_onto(self._memory, parts, [(one.data_ptr(), one.nbytes) for one in tensors], tensors)
 
     def read_to(self, files: Files, targets: dict[str, Any]) -> None:
         """Reads tensors into memory of their own type and length."""
-        parts = [(name, 0, files.describe(name)[2], target.data_ptr()) for name, target in targets.items()]
-        self.wait()
-        files.read_onto(self._memory, 0, parts, [(at, nbytes) for _, _, nbytes, at in parts], list(targets.values()))
+        import torch
+
+        self.stream().synchronize()
+        # As each change of a tensor does, so that gradients of what it was are refused.
+        torch.autograd.graph.increment_version([one for one in targets.values() if not one.is_inference()])
+        parts = [(name, 0, target.nbytes, target.data_ptr()) for name, target in targets.items()]
+        self.read(files, parts, list(targets.values()))
+
+
+class Pinned:
+    """A device of PyTorch that is none of CUDA's, to which it copies from two buffers that it pins once."""
+
+    _open: dict[Any, Pinned | None] = {}
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._lock = threading.Lock()
+        self._buffers = [torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.Event(device) for _ in self._buffers]
+
+    @classmethod
+    def of(cls, device: Any) -> Pinned | None:
+        """Those of an accelerator of this PyTorch; None for others, and where it pins no memory, which is said."""
+        import torch
+
+        current = getattr(torch, "accelerator", None) and torch.accelerator.current_accelerator()
+        # Apple's GPUs share the host's memory.
+        if current is None or current.type != device.type or device.type == "mps":
+            return None
+        if (os.getpid(), device) not in cls._open:
+            try:
+                cls._open[os.getpid(), device] = cls(device)
+            except (RuntimeError, NotImplementedError) as error:
+                cls._open[os.getpid(), device] = None
+                warnings.warn(f"{device}: tensors are copied there from memory that is not pinned: {error}",
+                              RuntimeWarning, stacklevel=4)  # fmt: skip
+        return cls._open[os.getpid(), device]
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copies a tensor of the host to a contiguous one of the same type and length; returns when it is there."""
+        import torch
+
+        bytes_of, onto = (one.reshape(-1).view(torch.uint8) for one in (source, target))
+        with self._lock:
+            for n, at in enumerate(range(0, bytes_of.numel(), _PINNED)):
+                piece = bytes_of[at : at + _PINNED]
+                buffer, copied = self._buffers[n % 2][: piece.numel()], self._copied[n % 2]
+                copied.synchronize()
+                buffer.copy_(piece)
+                onto[at : at + _PINNED].copy_(buffer, non_blocking=True)
+                copied.record()
+            for copied in self._copied:
+                copied.synchronize()
+
+
+def moved(source: Any, device: Any) -> Any:
+    """A tensor of the host, on a device of PyTorch."""
+    import torch
+
+    pinned = Pinned.of(device)
+    if pinned is None or source.numel() == 0:
+        return source.to(device)
+    target = torch.empty(source.shape, dtype=source.dtype, device=device)
+    pinned.copy(source, target)
+    return target
+
+
+class Begun(NamedTuple):
+    """A tensor whose memory is there: `read`, on any thread, fills it, and `finish`, on the thread that wants it, makes
+    the tensor of what that gives."""
+
+    read: Callable[[], Any]
+    finish: Callable[[Any], Any]
+
+    def now(self) -> Any:
+        """Reads it here."""
+        return self.finish(self.read())
 
 
 class _Batch:
-    """Tensors that are read together: their types, and where they lie."""
+    """Tensors that are read together: `kinds` has the types and shapes of those that PyTorch has, `onto_host` reads
+    the others."""
 
     def __init__(self) -> None:
-        self.tensors: list[tuple[str, Any, int, int]] = []
+        self.names: list[str] = []
+        self.kinds: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        self.bytes: dict[str, Range] = {}
+        self.onto_host: dict[str, Callable[[], Tensor]] = {}
         self.len = 0
-        self._end: tuple[str, int] | None = None
 
-    def add(self, name: str, kind: Any, nbytes: int, path: str, at: int) -> None:
-        # As in the file where that is wide enough: copied with the one before it.
-        if self._end != (path, at) or self.len % _WIDE:
-            self.len = -(-self.len // _ALIGN) * _ALIGN
-        self.tensors.append((name, kind, self.len, nbytes))
-        self.len, self._end = self.len + nbytes, (path, at + nbytes)
+    def add(self, files: Files, name: str, rows: Range | None) -> None:
+        dtype, shape, nbytes, _, _ = files.describe(name)
+        part = (0, nbytes)
+        if rows is not None:
+            row = max(1, shape[0])
+            if nbytes * rows[0] % row or nbytes * rows[1] % row:
+                raise ValueError(f"{name!r}: rows of {nbytes / row} bytes start and end at whole bytes")
+            part = nbytes * rows[0] // row, nbytes * rows[1] // row
+            shape = [rows[1] - rows[0], *shape[1:]]
+        kind = torch_type(dtype, shape)
+        self.names.append(name)
+        if kind is not None:
+            self.kinds[name], self.bytes[name] = kind, part
+            self.len += part[1] - part[0]
+        elif rows is None:
+            self.onto_host[name] = lambda: files.get(name)
+        else:
+            ranges = [rows, *((0, dim) for dim in shape[1:])]
+            self.onto_host[name] = lambda: files.slice(name, ranges, shape)
 
-    def parts(self) -> list[Part]:
-        return [(name, 0, nbytes, place) for name, kind, place, nbytes in self.tensors if kind and nbytes]
+    def parts(self, tensors: dict[str, Any]) -> list[Part]:
+        """Where the bytes of each tensor go."""
+        return [
+            (name, start, stop, tensors[name].data_ptr()) for name, (start, stop) in self.bytes.items() if start < stop
+        ]
 
 
-def _batches(files: Files, names: Iterable[str], most: int) -> Iterator[_Batch]:
+def _batches(files: Files, wanted: Iterable[tuple[str, Range | None]], most: int) -> Iterator[_Batch]:
     batch = _Batch()
-    for name in names:
-        dtype, shape, nbytes, path, at = files.describe(name)
-        if batch.tensors and batch.len + nbytes > most:
+    for name, rows in wanted:
+        if batch.names and batch.len + files.describe(name)[2] > most:
             yield batch
             batch = _Batch()
-        batch.add(name, torch_type(dtype, shape), nbytes, path, at)
-    if batch.tensors:
+        batch.add(files, name, rows)
+    if batch.names:
         yield batch
+
+
+def _in_order(files: Files, wanted: Wanted | None) -> list[tuple[str, Range | None]]:
+    """What is wanted, in the order of the bytes."""
+    for name in wanted or ():
+        files.describe(name)
+    if wanted is None:
+        return [(name, None) for name in files.keys()]
+    return [(name, wanted[name]) for name in files.keys() if name in wanted]
 
 
 class OnGpu:
@@ -147,79 +318,107 @@ class OnGpu:
 
     def tensor(self, name: str) -> Any:
         """Reads one."""
-        [batch] = _batches(self._files, [name], BATCH)
-        memory = self._gpu.memory(batch.len)
-        if parts := batch.parts():
-            self._gpu.read(self._files, memory, parts)
-        return next(self._of(batch, memory))[1]
+        return self.begin(name).now()
 
-    def tensors(self, names: set[str] | None, most: int = BATCH) -> Generator[tuple[str, Any]]:
-        """All, or those of these names, read ahead, in the order of their bytes. Memory of up to `most` bytes is freed
-        together."""
-        for name in names or ():
-            self._files.describe(name)
-        files, gpu = self._files.apart(), self._gpu
-        wanted = (name for name in files.keys() if names is None or name in names)
+    def slice(self, name: str, ranges: Sequence[Range], shape: Sequence[int]) -> Any:
+        """Reads a range of each dimension; the result has the shape `shape`."""
+        return self.begin(name, ranges, shape).now()
+
+    def tensors(self, wanted: Wanted | None, threads: int | None = None) -> Generator[tuple[str, Any]]:
+        """All, or those that are wanted, read ahead, in the order of their bytes."""
+        files, gpu = self._files.apart(threads), self._gpu
 
         def begin(pool: ThreadPoolExecutor, batch: _Batch) -> Future[Any]:
             # Allocated here: PyTorch frees memory behind the work of the stream that it was allocated on.
-            return pool.submit(gpu.read, files, gpu.memory(batch.len), batch.parts())
+            stream, tensors = gpu.stream(), dict(zip(batch.kinds, gpu.empty(list(batch.kinds.values()))))
 
-        return self._each(files, ahead(_batches(files, wanted, most), begin))
+            def read() -> tuple[Any, dict[str, Any]]:
+                gpu.read(files, batch.parts(tensors), list(tensors.values()))
+                return stream, tensors
 
-    def _each(self, files: Files, batches: Generator[tuple[_Batch, Any]]) -> Generator[tuple[str, Any]]:
-        # Closed first, which ends a read that nobody waits for any more.
-        with closing(batches), closing(files):
-            for batch, memory in batches:
-                yield from self._of(batch, memory)
-                del memory
+            return pool.submit(read)
 
-    def _of(self, batch: _Batch, memory: Any) -> Iterator[tuple[str, Any]]:
-        import torch
-        from torch.utils.dlpack import from_dlpack, to_dlpack
+        return self._each(ahead(files, _batches(files, _in_order(files, wanted), BATCH), begin))
 
-        for name, kind, place, nbytes in batch.tensors:
-            if kind is None:
-                yield name, self._files.get(name)
-            elif nbytes == 0:
-                yield name, torch.empty(kind[1], dtype=kind[0], device=self._gpu.device)
-            else:
-                # By DLPack each has a storage of its own bytes, and keeps the memory of all.
-                own = from_dlpack(to_dlpack(memory[place : place + nbytes]))
-                yield name, own.view(kind[0]).view(kind[1])
+    def _each(self, batches: Generator[tuple[_Batch, Any]]) -> Generator[tuple[str, Any]]:
+        for batch, (stream, tensors) in batches:
+            for name in batch.names:
+                host = batch.onto_host.get(name)
+                # Nothing here keeps the memory of what was handed out.
+                yield name, self._handed(tensors.pop(name), stream) if host is None else host()
 
-    def slice(self, name: str, ranges: Sequence[tuple[int, int]], shape: Sequence[int]) -> Any:
-        """Reads a range of each dimension; the result has the shape `shape`."""
-        import torch
+    def _handed(self, tensor: Any, stream: Any) -> Any:
+        """A tensor that was allocated on a stream, for the current one."""
+        if (current := self._gpu.stream()) != stream:
+            tensor.record_stream(current)
+        return tensor
 
-        dtype, of, nbytes, _, _ = self._files.describe(name)
-        kind, elements = torch_type(dtype, shape), math.prod(of)
+    def begin(self, name: str, ranges: Sequence[Range] | None = None, shape: Sequence[int] = ()) -> Begun:
+        """Allocates the memory of one, or of a range of each of its dimensions with the shape `shape`."""
+        gpu, files = self._gpu, self._files
+        dtype, of, nbytes, _, _ = files.describe(name)
+        kind = torch_type(dtype, of if ranges is None else shape)
+        if ranges is not None:
+            files.check_slice(name)
         if kind is None:
-            return self._files.slice(name, ranges, shape)
-        if math.prod(shape) == 0:
-            return torch.empty(kind[1], dtype=kind[0], device=self._gpu.device)
-        inner = max((n for n, whole in enumerate(of) if ranges[n] != (0, whole)), default=0)
-        below = math.prod(of[inner + 1 :])
-        starts, step = [ranges[inner][0] * below if of else 0], below * (of[inner] if of else 1)
-        run = (ranges[inner][1] - ranges[inner][0]) * below if of else 1
-        for dim in range(inner - 1, -1, -1):
-            starts = [n * step + at for n in range(*ranges[dim]) for at in starts]
-            step *= of[dim]
-        bits = nbytes * 8 // elements
-        if bits % 8 and (run * bits % 8 or any(at * bits % 8 for at in starts)):
+            if ranges is None:
+                return Begun(lambda: files.get(name), lambda tensor: tensor)
+            return Begun(lambda: files.slice(name, ranges, shape), lambda tensor: tensor)
+        if ranges is None or math.prod(shape) == 0:
+            stream, [target] = gpu.stream(), gpu.empty([kind])
+            parts = [(name, 0, nbytes, target.data_ptr())] if target.numel() else []
+            return Begun(lambda: gpu.read(files, parts, [target]), lambda _: self._handed(target, stream))
+        # From here on, an element is a byte.
+        bits = nbytes * 8 // math.prod(of)
+        if of and any(bound * bits % 8 for bound in (of[-1], *ranges[-1])):
             raise ValueError(f"{name!r}: a slice of elements of {bits} bits starts and ends at whole bytes")
-        run_bytes, rows = run * bits // 8, nbytes // of[0] if of else nbytes
-        cover = (ranges[0][1] - ranges[0][0]) * rows if of else nbytes
-        if len(starts) > 1 and run_bytes < _RUN and bits % 8 == 0 and cover <= _BETWEEN * run_bytes * len(starts):
-            memory = self._gpu.memory(cover)
-            self._gpu.read(self._files, memory, [(name, ranges[0][0] * rows, ranges[0][1] * rows, 0)])
-            whole = memory.view(kind[0]).view(ranges[0][1] - ranges[0][0], *of[1:])
-            cut = whole[(slice(None), *(slice(*one) for one in ranges[1:]))]
-            return cut.contiguous().view(kind[1])
-        memory = self._gpu.memory(run_bytes * len(starts))
-        parts = [(name, at * bits // 8, at * bits // 8 + run_bytes, n * run_bytes) for n, at in enumerate(starts)]
-        self._gpu.read(self._files, memory, parts)
-        return memory.view(kind[0]).view(kind[1])
+        dims = [*of[:-1], of[-1] * bits // 8] if of else [nbytes]
+        spans = [*ranges[:-1], (ranges[-1][0] * bits // 8, ranges[-1][1] * bits // 8)] if of else [(0, nbytes)]
+        inner = max((n for n, dim in enumerate(dims) if spans[n] != (0, dim)), default=0)
+        below = math.prod(dims[inner + 1 :])
+        run = (spans[inner][1] - spans[inner][0]) * below
+        if inner > 0 and run < _RUN and dims[inner] * below < 2 * _RUN:
+            return self._cut(name, dims, spans, kind)
+        starts, step = [spans[inner][0] * below], below * dims[inner]
+        for dim in range(inner - 1, -1, -1):
+            starts = [n * step + at for n in range(*spans[dim]) for at in starts]
+            step *= dims[dim]
+        stream, [target] = gpu.stream(), gpu.empty([kind])
+        parts = [(name, at, at + run, target.data_ptr() + n * run) for n, at in enumerate(starts)]
+        return Begun(lambda: gpu.read(files, parts, [target]), lambda _: self._handed(target, stream))
+
+    def _cut(self, name: str, dims: Sequence[int], spans: Sequence[Range], kind: tuple[Any, Sequence[int]]) -> Begun:
+        """A slice of a tensor of bytes: rows are read as they are, and what is wanted of them is copied on the GPU."""
+        import torch
+
+        gpu, files, row = self._gpu, self._files, math.prod(dims[1:])
+        (first, end), rows = spans[0], max(1, _CUT // row)
+        inside = (slice(None), *(slice(*span) for span in spans[1:]))
+
+        def allocate(count: int) -> Any:
+            return gpu.empty([(torch.uint8, (count, *dims[1:]))])[0]
+
+        def read(start: int, memory: Any) -> Any:
+            gpu.read(files, [(name, start * row, (start + len(memory)) * row, memory.data_ptr())], [memory])
+            return memory
+
+        def shaped(cut: Any) -> Any:
+            return cut.reshape(-1).view(kind[0]).view(kind[1])
+
+        if end - first <= rows:
+            stream, memory = gpu.stream(), allocate(end - first)
+            return Begun(
+                lambda: read(first, memory), lambda memory: shaped(self._handed(memory, stream)[inside].contiguous())
+            )
+
+        def all_rows(_: None) -> Any:
+            [target] = gpu.empty([(torch.uint8, [stop - start for start, stop in spans])])
+            for start in range(first, end, rows):
+                memory = read(start, allocate(min(rows, end - start)))
+                target[start - first : start - first + rows] = memory[inside]
+            return shaped(target)
+
+        return Begun(lambda: None, all_rows)
 
 
 class OnHost:
@@ -230,21 +429,60 @@ class OnHost:
 
     def tensor(self, name: str) -> Any:
         """Reads one."""
-        return self._convert(self._files.get(name))
+        return self.begin(name).now()
 
-    def tensors(self, names: set[str] | None, most: int = BATCH) -> Generator[tuple[str, Any]]:
-        """All, or those of these names, read ahead, in the order of their bytes."""
-        stream = self._files.stream(names)
-        return self._each(stream)
-
-    def _each(self, stream: Iterator[Tensor]) -> Generator[tuple[str, Any]]:
-        while (tensor := next(stream, None)) is not None:
-            item = tensor.name, self._convert(tensor)
-            # Nothing here keeps the memory while the next one is waited for.
-            del tensor
-            yield item
-            del item
-
-    def slice(self, name: str, ranges: Sequence[tuple[int, int]], shape: Sequence[int]) -> Any:
+    def slice(self, name: str, ranges: Sequence[Range], shape: Sequence[int]) -> Any:
         """Reads a range of each dimension; the result has the shape `shape`."""
-        return self._convert(self._files.slice(name, ranges, shape))
+        return self.begin(name, ranges, shape).now()
+
+    def begin(self, name: str, ranges: Sequence[Range] | None = None, shape: Sequence[int] = ()) -> Begun:
+        """One to be read, or a range of each of its dimensions with the shape `shape`."""
+        if ranges is None:
+            return Begun(lambda: self._files.get(name), self._convert)
+        return Begun(lambda: self._files.slice(name, ranges, shape), self._convert)
+
+    def tensors(self, wanted: Wanted | None, threads: int | None = None) -> Generator[tuple[str, Any]]:
+        """All, or those that are wanted, read ahead, in the order of their bytes."""
+        files, order = self._files.apart(threads), _in_order(self._files, wanted)
+        rows = [(name, rows) for name, rows in order if rows is not None]
+        whole = None if wanted is None else {name for name, rows in order if rows is None}
+        parts = ahead(files, rows, OnHost(files, self._convert)._rows)
+        return primed(self._each(files, files.stream(whole), parts, order))
+
+    def _rows(self, pool: ThreadPoolExecutor, item: tuple[str, Range]) -> Future[Any]:
+        name, (start, stop) = item
+        shape = self._files.describe(name)[1]
+        begun = self.begin(name, [(start, stop), *((0, dim) for dim in shape[1:])], [stop - start, *shape[1:]])
+
+        def read() -> Callable[[], Any]:
+            try:
+                tensor = begun.read()
+            except MemoryLimitError:
+                # There may be room when it is wanted.
+                return begun.now
+            return lambda: begun.finish(tensor)
+
+        return pool.submit(read)
+
+    def _each(
+        self,
+        files: Files,
+        whole: Iterator[Tensor],
+        rows: Generator[tuple[Any, Any]],
+        order: list[tuple[str, Range | None]],
+    ) -> Generator[Any]:
+        try:
+            yield None
+            for name, part in order:
+                if part is None:
+                    tensor = next(whole)
+                    item = tensor.name, self._convert(tensor)
+                    # Nothing here keeps the memory while the next one is waited for.
+                    del tensor
+                else:
+                    item = name, next(rows)[1]()
+                yield item
+                del item
+        finally:
+            files.close()
+            rows.close()

@@ -22,7 +22,7 @@ from ._arguments import Manifest, Paths, manifest_of, paths_of
 from ._frameworks import torch_type
 from ._last import remember
 from ._native import Files
-from ._onto import Gpu
+from ._onto import Gpu, moved
 
 _PAGE = 4096
 # Bytes of tensors that are read and handed round together, at most, except for a larger one; and files, which take
@@ -275,9 +275,9 @@ class _Batch:
         import torch
 
         wanted = [(self.parts, self.len)] + ([(self.blocks, self.scratch)] if self.scratch else [])
-        gpu = Gpu.of(torch.device(device))
         try:
-            memories = [gpu.memory(length) for _, length in wanted] if gpu else []
+            gpu = Gpu.of(torch.device(device))
+            memories = gpu.empty([(torch.uint8, (length,)) for _, length in wanted]) if gpu else []
         except Exception as error:  # noqa: BLE001: the others must hear of it, as of one while reading
             failed: Future[tuple[Any, Any]] = Future()
             failed.set_exception(error)
@@ -285,9 +285,13 @@ class _Batch:
 
         def read() -> tuple[Any, Any]:
             if gpu is not None:
-                come = [gpu.read(files, memory, parts) for memory, (parts, _) in zip(memories, wanted)]
+                for memory, (parts, _) in zip(memories, wanted):
+                    at = memory.data_ptr()
+                    gpu.read(files, [(name, start, stop, at + to) for name, start, stop, to in parts], [memory])
+                come = memories
             else:
-                come = [torch.frombuffer(files.read(*one), dtype=torch.uint8).to(device) for one in wanted]
+                come = [torch.frombuffer(files.read(*one), dtype=torch.uint8) for one in wanted]
+                come = [moved(one, torch.device(device)) for one in come]
             return come[0], come[1] if self.scratch else None
 
         return pool.submit(read)

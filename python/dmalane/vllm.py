@@ -28,12 +28,16 @@ def _loader() -> type:
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
     from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
+    from ._arguments import parse_size
+    from ._last import remember
     from ._lend import safe_open
+    from ._onto import Gpu
 
     class DmalaneModelLoader(default_loader.DefaultModelLoader):
         """Finds files and filters tensors as vLLM's own loader does, and reads them into memory that is no mapping of
-        a file. `model_loader_extra_config` takes `memory_limit`, `direct` and `verify` of `dmalane.safe_open`, and
-        `distributed`: each rank of the tensor parallel group reads an equal share, and the group hands it round."""
+        a file; of several ranks each reads what its parameters take. `model_loader_extra_config` takes `memory_limit`,
+        `direct` and `verify` of `dmalane.safe_open`, and `distributed`: each rank of the tensor parallel group reads an
+        equal share, and the group hands it round."""
 
         def __init__(self, load_config: Any) -> None:
             extra = dict(load_config.model_loader_extra_config or {})
@@ -46,7 +50,7 @@ def _loader() -> type:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> Any:
             # Parameters on a GPU of CUDA copy what comes next to them: nothing crosses the link unregistered.
             first = next(model.parameters(), None)
-            self._device = first.device if first is not None and first.device.type == "cuda" else "cpu"
+            self._device = first.device if first is not None and Gpu.of(first.device) else "cpu"
             return super().load_weights(model, model_config)
 
         def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -75,28 +79,36 @@ def _loader() -> type:
             return ((source.prefix + name, tensor) for name, tensor in self._read(sorted(files)))
 
         def _read(self, files: list[str]) -> Generator[tuple[str, torch.Tensor], None, None]:
+            from vllm.distributed import get_pp_group, get_tp_group
+
             options = dict(self._options)
             shared = options.pop("distributed", False)
-            with safe_open(files, "pt", self._device, **options) as f:
-                names = [name for name in f if not should_skip_weight(name, self.local_expert_ids)]
+            f = safe_open(files, "pt", self._device, **options)
+            names = [name for name in f if not should_skip_weight(name, self.local_expert_ids)]
+            if shared and self.local_expert_ids is not None:
+                raise ValueError("distributed cannot be used with expert parallelism: ranks want different tensors")
+            if shared:
+                from . import plan
+
+                if unused := set(options) - {"direct", "verify"}:
+                    raise ValueError(f"distributed cannot be used together with {', '.join(sorted(unused))}")
+                tp = get_tp_group()
+                tensors = plan.tensors(files, {}, tp.device_group, device=tp.device, names=names, **options)
+            elif get_tp_group().world_size * get_pp_group().world_size > 1 and options.get("verify") is None:
+                from . import _later
+
+                # Parameters take parts of them, maybe after the last one was handed out: the files stay open.
+                limit = parse_size(options.get("memory_limit"))
+                tensors = _later.tensors(f._files, f._reader, names, self._device, limit)
+            else:
                 tensors = f.tensors(names)
-                if shared and self.local_expert_ids is not None:
-                    raise ValueError("distributed cannot be used with expert parallelism: ranks want different tensors")
-                if shared:
-                    from vllm.distributed import get_tp_group
-
-                    from . import plan
-
-                    if unused := set(options) - {"direct", "verify"}:
-                        raise ValueError(f"distributed cannot be used together with {', '.join(sorted(unused))}")
-                    tp = get_tp_group()
-                    tensors = plan.tensors(files, {}, tp.device_group, device=tp.device, names=names, **options)
-                yield from tqdm(
-                    tensors,
-                    total=len(names),
-                    desc=f"Loading {len(files)} files by dmalane",
-                    unit="tensors",
-                    disable=not enable_tqdm(self.load_config.use_tqdm_on_load),
-                )
+            remember(f._files.report)
+            yield from tqdm(
+                tensors,
+                total=len(names),
+                desc=f"Loading {len(files)} files by dmalane",
+                unit="tensors",
+                disable=not enable_tqdm(self.load_config.use_tqdm_on_load),
+            )
 
     return DmalaneModelLoader

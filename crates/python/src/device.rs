@@ -1,7 +1,9 @@
 //! Devices: memory behind an address space, tensors loaded onto it, and host memory registered for it.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread;
+use std::time::Duration;
 
 use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, export_dlpack};
@@ -21,6 +23,9 @@ use crate::memory::{Buffer, Described, Tensor};
 use crate::of_process::OfProcess;
 use crate::report;
 
+/// How often somebody who waits for a device looks whether it is free.
+const EVERY: Duration = Duration::from_millis(1);
+
 type Shared = Arc<OfProcess<Mutex<OpenDevice>>>;
 
 fn lock(device: &Shared) -> Result<MutexGuard<'_, OpenDevice>, Failure> {
@@ -34,10 +39,33 @@ pub(crate) struct Device {
     spec: String,
 }
 
+impl Drop for Device {
+    fn drop(&mut self) {
+        // The last one closes it, which gives up memory that is registered.
+        let device = std::mem::replace(&mut self.device, Arc::new(OfProcess::none()));
+        without_lock(|| drop(device));
+    }
+}
+
 impl Device {
-    /// The device, when nobody else uses it.
-    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, OpenDevice>, Failure> {
-        lock(&self.device)
+    /// Whether somebody uses the device.
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.device.get().is_ok_and(|device| matches!(device.try_lock(), Err(TryLockError::WouldBlock)))
+    }
+
+    /// The device, when nobody else uses it, unless `cancelled` says before that nobody waits any more.
+    pub(crate) fn lock_unless(&self, cancelled: impl Fn() -> bool) -> Result<MutexGuard<'_, OpenDevice>, Failure> {
+        let device = self.device.get()?;
+        loop {
+            match device.try_lock() {
+                Ok(device) => return Ok(device),
+                Err(TryLockError::Poisoned(device)) => return Ok(device.into_inner()),
+                Err(TryLockError::WouldBlock) if cancelled() => {
+                    return Err(Failure::new("CancelledError", "the device was in use".to_owned()));
+                }
+                Err(TryLockError::WouldBlock) => thread::sleep(EVERY),
+            }
+        }
     }
 }
 
@@ -61,6 +89,11 @@ impl Device {
         let opened = interrupt::quietly(py, || OpenOptions::default().open(&parsed))?;
         let device = Mutex::new(opened.map_err(Failure::from)?);
         Ok(Self { device: Arc::new(OfProcess::new(device)), spec })
+    }
+
+    /// Whether the device can be lent this memory, of another library.
+    fn check_lent(&self, py: Python<'_>, address: u64, nbytes: u64) -> PyResult<()> {
+        Ok(py.detach(|| borrow(&*lock(&self.device)?, vec![(address, nbytes)]).map(drop))?)
     }
 
     #[getter]

@@ -17,6 +17,11 @@ impl<T> OfProcess<T> {
         Self { made_by: process::id(), value: Some(value) }
     }
 
+    /// Nothing.
+    pub(crate) fn none() -> Self {
+        Self { made_by: process::id(), value: None }
+    }
+
     pub(crate) fn get(&self) -> Result<&T, Failure> {
         self.check()?;
         self.value.as_ref().ok_or_else(Failure::closed)

@@ -3,13 +3,14 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane::addr::{CardAddr, FileOffset};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job, Watch};
 use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
-use dmalane::queue::{DeviceAddr, Queue};
+use dmalane::queue::Queue;
 use dmalane::{HostModel, ModelOptions, OpenFile, Read, ReadFiles, ReadOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -160,37 +161,46 @@ impl Files {
         Ok(Buffer::from_shared(buf, len.max(1) as usize))
     }
 
-    /// Reads bytes `start..stop` of tensors onto a device, for each part `(name, start, stop, place)` to `place` bytes
-    /// behind `address`, through memory that is registered once. `lent` is the memory there, address and length of each
-    /// piece, that of `owner`, which lives on where the device may still write to it after an error.
+    /// Refuses a slice of a tensor that is to be compared with a manifest.
+    fn check_slice(&self, name: &str) -> PyResult<()> {
+        Ok(self.model.get()?.check_slice(name).map_err(Failure::from)?)
+    }
+
+    /// Reads bytes `start..stop` of tensors onto a device, for each part `(name, start, stop, address)`, through memory
+    /// that is registered once. `lent` is the memory there, address and length of each piece, that of `owner`, which
+    /// lives on where the device may still write to it after an error.
     fn read_onto(
         &self,
         py: Python<'_>,
         device: &Device,
-        address: u64,
         parts: Vec<(String, u64, u64, u64)>,
         lent: Vec<(u64, u64)>,
         owner: Py<PyAny>,
     ) -> PyResult<()> {
         let model = self.model.get()?;
         let (parts, total) = parts_of(parts);
-        let (read, late) = interrupt::run(py, total, None, |progress| {
-            let mut device = device.lock()?;
+        let late = AtomicBool::new(false);
+        // Who waits for others' reads looks for signals, however little is read then.
+        let total = if device.is_in_use() { u64::MAX } else { total };
+        let read = interrupt::run(py, total, None, |progress| {
+            let mut device = device.lock_unless(|| progress.is_cancelled())?;
             let _lent = device::borrow(&device, lent)?;
-            let place = DeviceAddr::Card(CardAddr::new(address));
             let mut watch = |event: Event| progress.watch(&event);
-            let read = model.read_parts_onto(&mut device, place, &parts, &mut watch);
-            Ok::<_, Failure>((read, device.queue_mut().in_flight() > 0))
-        })??;
-        if late {
+            let read = model.read_parts_onto(&mut device, CardAddr::new(0).into(), &parts, &mut watch);
+            late.store(device.queue_mut().in_flight() > 0, Ordering::Relaxed);
+            Ok::<_, Failure>(read?)
+        });
+        if late.into_inner() {
             std::mem::forget(owner);
         }
-        Ok(read.map_err(Failure::from)?)
+        Ok(read??)
     }
 
-    /// The same files with the same limit and reports, whose `close` ends its own reads alone.
-    fn apart(&self) -> PyResult<Self> {
-        Ok(Self { model: OfProcess::new(self.model.get()?.apart()) })
+    /// The same files with the same limit and reports, read by this number of threads, whose `close` ends its own reads
+    /// alone.
+    #[pyo3(signature = (threads=None))]
+    fn apart(&self, threads: Option<usize>) -> PyResult<Self> {
+        Ok(Self { model: OfProcess::new(self.model.get()?.apart(threads)) })
     }
 
     /// Begins to read the tensors in the order of their bytes, all or those of these names.

@@ -109,8 +109,9 @@ def test_what_prefetch_could_not_give_can_be_asked_for_again(file, tmp_path):
             with pytest.raises(dmalane.IntegrityError):
                 list(map(ahead.take, ["s"]))
         assert [value.size for value in map(ahead.take, ["a", "b"])] == [24, 3]
-    with dmalane.safe_open(file, memory_limit=4096) as f, f.prefetch({"a": slice(0, 2)}) as ahead:
+    with dmalane.safe_open(file, memory_limit=4096) as f:
         lent = f.get_tensor("a")
+        ahead = f.prefetch({"a": slice(0, 2)})
         with pytest.raises(dmalane.MemoryLimitError):
             ahead.take("a")
         del lent

@@ -60,7 +60,7 @@ def stub(monkeypatch):
     modules = {name: types.ModuleType(name) for name in (
         "vllm", "vllm.model_executor", "vllm.model_executor.model_loader",
         "vllm.model_executor.model_loader.default_loader", "vllm.model_executor.model_loader.ep_weight_filter",
-        "vllm.model_executor.model_loader.weight_utils", "tqdm", "tqdm.auto",
+        "vllm.model_executor.model_loader.weight_utils", "vllm.distributed", "tqdm", "tqdm.auto",
     )}  # fmt: skip
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -79,6 +79,8 @@ def stub(monkeypatch):
         lambda name, ids: ids is not None and ".experts." in name and int(name.split(".")[-1]) not in ids
     )
     modules["vllm.model_executor.model_loader.weight_utils"].enable_tqdm = lambda use: use
+    loader.group = types.SimpleNamespace(world_size=1, device_group=None, device="cpu")
+    modules["vllm.distributed"].get_tp_group = modules["vllm.distributed"].get_pp_group = lambda: loader.group
     loader.bars = []
     modules["tqdm.auto"].tqdm = lambda it, **options: loader.bars.append(options) or it
     monkeypatch.setattr("dmalane._lend.converter", lambda framework: lambda tensor: tensor)
@@ -121,6 +123,23 @@ def test_the_plugin_beside_a_stub(stub, tmp_path):
     assert loader._get_weights_iterator(Source(empty)) == "the parent's"
     assembled = registered(stub.LoadConfig(safetensors_load_strategy="torchao"))
     assert assembled._get_weights_iterator(Source(tmp_path)) == "the parent's"
+
+
+def test_ranks_read_what_their_parameters_take(stub, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from dmalane import vllm
+    from dmalane._frameworks import converter
+
+    monkeypatch.setattr("dmalane._lend.converter", converter)
+    rows = os.urandom(4 << 20)
+    write_model(tmp_path / "m.safetensors", {f"layers.{n}.w": ("U8", [4096, 1024], rows) for n in range(4)})
+    vllm.register()
+    stub.group.world_size = 2
+    loader = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"](stub.LoadConfig())
+    for name, tensor in loader._get_weights_iterator(Source(tmp_path)):
+        part = torch.empty(100, 1024, dtype=torch.uint8).copy_(tensor.narrow(0, 7, 100))
+        assert bytes(part.flatten().numpy()) == rows[7 << 10 : 107 << 10], name
+    assert dmalane.last_report()["bytes"] == 4 * 100 << 10
 
 
 RANK = """

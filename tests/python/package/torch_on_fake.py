@@ -23,6 +23,17 @@ class Tensor(np.ndarray):
 
     device = types.SimpleNamespace(type="cpu")
 
+    def copy_(self, source, non_blocking=False):
+        self[...] = source
+
+    def to(self, device):
+        return np.array(self).view(Tensor)
+
+    def is_conj(self):
+        return False
+
+    is_neg = is_inference = is_conj
+
     def view(self, *to):
         if len(to) == 1 and isinstance(to[0], np.dtype):
             return super().view(to[0])
@@ -50,7 +61,7 @@ class Device:
         if isinstance(name, int):
             name = f"cuda:{name}"
         self.type, _, number = name.partition(":")
-        if self.type not in ("cpu", "cuda", "meta"):
+        if self.type not in ("cpu", "cuda", "meta", "xpu"):
             raise RuntimeError(f"no device {name}")
         self.index = int(number) if number else index
 
@@ -71,12 +82,11 @@ def of_numpy():
         setattr(torch, name, np.dtype(kind))
     torch.Tensor, torch.device, torch.no_grad = Tensor, Device, contextlib.nullcontext
     torch.version = types.SimpleNamespace(hip=None)
-    torch.empty = lambda shape, *, dtype: np.empty(shape, dtype).view(Tensor)
+    torch.empty = lambda shape, *, dtype, pin_memory=False: np.empty(shape, dtype).view(Tensor)
+    torch.OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})
+    torch.autograd = types.SimpleNamespace(graph=types.SimpleNamespace(increment_version=lambda tensors: None))
     torch.frombuffer = lambda buffer, *, dtype: np.frombuffer(buffer, dtype).view(Tensor)
     torch.cuda = types.SimpleNamespace()
-    torch.utils = types.ModuleType("torch.utils")
-    torch.utils.dlpack = types.ModuleType("torch.utils.dlpack")
-    torch.utils.dlpack.to_dlpack = torch.utils.dlpack.from_dlpack = lambda tensor: tensor
     return torch
 
 
@@ -85,23 +95,28 @@ class OnFake:
 
     def __init__(self, torch, driver, monkeypatch):
         self.torch, self.driver, self.adopted, self.waits = torch, driver, [], 0
+        # Allocations that fail from now on, by their number.
+        self.failing = set()
         monkeypatch.setenv("DMALANE_CUDA_LIB", str(driver.path))
-        for name in ("torch", "torch.utils", "torch.utils.dlpack"):
-            module = torch
-            for part in name.split(".")[1:]:
-                module = getattr(module, part)
-            monkeypatch.setitem(__import__("sys").modules, name, module)
+        monkeypatch.setitem(__import__("sys").modules, "torch", torch)
         empty = torch.empty
 
-        def on_gpu(shape, *, dtype, device=None):
-            tensor = empty(shape, dtype=dtype)
-            return tensor if device is None or torch.device(device).type == "cpu" else self.adopt(tensor)
+        def on_gpu(shape, *, dtype, device=None, pin_memory=False):
+            if device is None or torch.device(device).type == "cpu":
+                return empty(shape, dtype=dtype)
+            if len(self.adopted) in self.failing:
+                self.failing.remove(len(self.adopted))
+                raise torch.OutOfMemoryError("out of memory")
+            return self.adopt(empty(shape, dtype=dtype))
 
-        stream = types.SimpleNamespace(synchronize=self.wait)
+        self.stream = types.SimpleNamespace(synchronize=self.wait)
         for name, value in (("init", lambda: None), ("current_device", lambda: 0)):
             monkeypatch.setattr(torch.cuda, name, value, raising=False)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream, raising=False)
         monkeypatch.setattr(torch, "empty", on_gpu)
+        self.recorded = []
+        note = lambda tensor, stream: self.recorded.append((tensor.data_ptr(), stream))  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, "record_stream", note, raising=False)
 
     def wait(self):
         self.waits += 1
@@ -119,3 +134,45 @@ class OnFake:
 
     def copied(self):
         return self.driver.control("copied")
+
+
+class OnOther:
+    """Puts a module of PyTorch on an accelerator that is none of CUDA's: its memory is the host's, and copies to it are
+    counted, by whether they come from memory that was pinned."""
+
+    def __init__(self, torch, monkeypatch):
+        self.torch, self.pinned, self.bytes = torch, [], {True: 0, False: 0}
+        monkeypatch.setitem(__import__("sys").modules, "torch", torch)
+        empty, copy, to = torch.empty, torch.Tensor.copy_, torch.Tensor.to
+        there = []
+
+        def on_other(shape, *, dtype, device=None, pin_memory=False):
+            tensor = empty(shape, dtype=dtype)
+            if pin_memory:
+                self.pinned.append(tensor)
+            elif device is not None and torch.device(device).type == "xpu":
+                there.append(tensor)
+            return tensor
+
+        def within(tensors, tensor):
+            at = tensor.data_ptr()
+            return any(one.data_ptr() <= at < one.data_ptr() + one.nbytes for one in tensors)
+
+        def noted(target, source, non_blocking=False):
+            if within(there, target):
+                self.bytes[within(self.pinned, source)] += source.nbytes
+            return copy(target, source)
+
+        def moved(tensor, device):
+            if str(device).startswith("xpu"):
+                self.bytes[False] += tensor.nbytes
+                return tensor
+            return to(tensor, device)
+
+        monkeypatch.setattr(torch, "empty", on_other)
+        monkeypatch.setattr(torch.Tensor, "copy_", noted)
+        monkeypatch.setattr(torch.Tensor, "to", moved)
+        event = types.SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+        monkeypatch.setattr(torch, "Event", lambda device: event, raising=False)
+        accelerator = types.SimpleNamespace(current_accelerator=lambda: torch.device("xpu"))
+        monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)

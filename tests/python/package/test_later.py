@@ -1,0 +1,147 @@
+"""Tensors that are read when something needs them: equal to the whole ones, and no more of them read than was asked."""
+
+import gc
+import os
+import random
+
+import dmalane
+import numpy as np
+import pytest
+from package.models import write_model
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+from dmalane._later import Later, tensors  # noqa: E402
+
+LAYERS, ROWS, COLUMNS = 6, 256, 1024
+
+
+@pytest.fixture
+def layers(tmp_path):
+    """Layers that are alike, in two files: their paths, and their tensors."""
+    arrays = {}
+    for n in range(LAYERS):
+        arrays[f"layers.{n}.q"] = np.frombuffer(os.urandom(4 * ROWS * COLUMNS), "<i4").reshape(ROWS, COLUMNS)
+        arrays[f"layers.{n}.o"] = np.frombuffer(os.urandom(4 * ROWS * COLUMNS), "<i4").reshape(ROWS, COLUMNS)
+        arrays[f"layers.{n}.experts"] = np.frombuffer(os.urandom(4 << 20), "<i4").reshape(4, 256, 1024)
+        arrays[f"layers.{n}.norm"] = np.frombuffer(os.urandom(256), "<i4")
+    names = list(arrays)
+    paths = [
+        write_model(tmp_path / f"{at}.safetensors", {
+            name: ("I32", list(arrays[name].shape), arrays[name].tobytes()) for name in names[at::2]})
+        for at in range(2)
+    ]  # fmt: skip
+    return paths, arrays
+
+
+def opened(paths, **options):
+    f = dmalane.safe_open(paths, "pt", **options)
+    limit = f.report()["memory_limit"]
+    return f, tensors(f._files, f._reader, f.keys(), "cpu", limit)
+
+
+def test_parts_are_read_and_no_more(layers):
+    paths, arrays = layers
+    f, stream = opened(paths)
+    wanted = 0
+    for name, tensor in stream:
+        if name.endswith("norm"):
+            assert not isinstance(tensor, Later)
+            part, expected = tensor, arrays[name]
+        elif name.endswith("q"):
+            part, expected = tensor.narrow(0, 64, 128), arrays[name][64:192]
+        elif name.endswith("o"):
+            part, expected = tensor.chunk(2, dim=1)[1], arrays[name][:, 512:]
+        elif name.startswith("layers.5"):
+            part, expected = None, np.empty(0)
+        else:
+            assert isinstance(tensor, Later) and (tensor.shape, tensor.dim()) == ((4, 256, 1024), 3)
+            part, expected = tensor[2].narrow(1, 0, 256), arrays[name][2][:, :256]
+        if part is not None:
+            assert torch.equal(part, torch.from_numpy(expected.copy())) and part.shape == expected.shape, name
+        wanted += expected.nbytes
+    # The last experts were begun ahead; between columns, all is read.
+    assert wanted <= f.report()["bytes"] <= wanted + (9 << 20) < sum(array.nbytes for array in arrays.values()) / 2
+
+
+def test_layers_that_are_alike_are_read_ahead(layers, monkeypatch):
+    paths, arrays = layers
+    f, stream = opened(paths)
+    asked = []
+    real = type(f._reader).begin
+
+    def begin(reader, name, *rest):
+        asked.append(name)
+        return real(reader, name, *rest)
+
+    monkeypatch.setattr(type(f._reader), "begin", begin)
+    before_it_came = 0
+    for name, tensor in stream:
+        before_it_came += name in asked
+        if isinstance(tensor, Later) and not name.endswith("experts"):
+            assert torch.equal(tensor.narrow(0, 8, 8), torch.from_numpy(arrays[name][8:16].copy()))
+    # All but those of the first layer, and the one that follows the first "o" at once; experts are asked for by nobody.
+    assert before_it_came == 2 * (LAYERS - 1) - 1 and len(asked) == 2 * LAYERS
+
+
+def test_any_use_is_that_of_the_whole(layers):
+    paths, arrays = layers
+    chance = random.Random(3)
+    _, stream = opened(paths)
+    uses = [
+        lambda t: t,
+        lambda t: t.clone(),
+        lambda t: t.t() if t.dim() == 2 else t.transpose(0, 2),
+        lambda t: t.to(torch.float64),
+        lambda t: t.reshape(-1)[5:99],
+        lambda t: t[1:3],
+        lambda t: t[-1],
+        lambda t: t[..., 3:70:2],
+        lambda t: t[:, 10:20][3:],
+        lambda t: t.data.split(100, dim=1)[-1],
+        lambda t: torch.split(t, [1, 2, t.shape[0] - 3])[1],
+        lambda t: torch.cat([t[:2], t[3:4]]),
+        lambda t: t.narrow(1, 3, 5).contiguous() + t[0].narrow(0, 3, 1).sum(),
+        lambda t: t.unsqueeze(0).expand(2, *t.shape)[1, 2:4],
+        lambda t: torch.empty_like(t).copy_(t),
+        lambda t: t[torch.tensor([2, 0])],
+        lambda t: t[3:3],
+        lambda t: t.view(torch.int16)[:4] if t.dim() == 2 else t.flatten()[7],
+        lambda t: torch.zeros(t.shape, dtype=t.dtype).add_(t),
+    ]
+    held = []
+    for name, tensor in stream:
+        whole = torch.from_numpy(arrays[name].copy())
+        assert (tensor.shape, tensor.dtype, tensor.numel(), tensor.device.type) == (
+            whole.shape, whole.dtype, whole.numel(), "cpu")  # fmt: skip
+        if whole.dim() > 1:
+            for use in chance.sample(uses, 7):
+                assert torch.equal(use(tensor), use(whole)), name
+            held.append((tensor.narrow(0, 1, 2), whole[1:3]))
+    # What was kept until the end can still be read.
+    assert all(torch.equal(kept, whole) for kept, whole in held)
+    _, stream = opened(paths)
+    assert repr(next(stream)[1][2:]) == f"<Later: torch.int32 [{ROWS - 2}, {COLUMNS}], not read>"
+
+
+def test_the_limit_holds(layers):
+    paths, arrays = layers
+    f, stream = opened(paths, memory_limit="10MiB")
+    for name, tensor in stream:
+        copy = torch.zeros(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        assert torch.equal(copy, torch.from_numpy(arrays[name].copy()))
+        del tensor
+    del stream
+    gc.collect()
+    assert f.report()["memory_used"] == 0
+
+
+def test_what_cannot_be_read_is_said_when_it_is_asked_for(layers):
+    paths, arrays = layers
+    _, stream = opened(paths)
+    first = dict(item for _, item in zip(range(3), stream))
+    for path in paths:
+        os.truncate(path, 4096)
+    name, tensor = next((name, tensor) for name, tensor in first.items() if isinstance(tensor, Later))
+    assert tensor.shape == arrays[name].shape
+    with pytest.raises(dmalane.Error, match="safetensors"):
+        tensor[200:].sum()
