@@ -23,6 +23,7 @@ mod map_sg;
 mod memory;
 mod mt19937;
 // Only what the peers' interfaces demand.
+mod overlap;
 mod peers;
 mod policy;
 mod report;
@@ -68,6 +69,8 @@ enum Bench {
     AllocRead(alloc_read::Options),
     /// Files of sources with latency, read and loaded, beside the best raw reads
     Slow(slow::Options),
+    /// A file from a modelled disk over a modelled link to a GPU, beside the slower of the two
+    Overlap(overlap::Options),
     /// Models of many files, cached and served late, beside threads that read the same files
     Many(many::Options),
     /// Files of many small tensors, loaded beside files of one
@@ -131,6 +134,7 @@ fn main() -> ExitCode {
         Bench::Load(options) => load::run(&options),
         Bench::AllocRead(options) => alloc_read::run(&options),
         Bench::Slow(options) => slow::run(&options),
+        Bench::Overlap(options) => overlap::run(&options),
         Bench::Many(options) => many::run(&options),
         Bench::Tensors(options) => tensors::run(&options),
         Bench::Fresh(options) => fresh::run(&options),

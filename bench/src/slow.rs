@@ -119,7 +119,7 @@ fn source(case: &str, path: &Path, right: u64, options: &Options, report: &mut R
 }
 
 /// Direct reads by as many threads, into memory that was touched before.
-fn raw(path: &Path, size: u64, depth: usize, heap: &Pool) -> Result<(Duration, u64)> {
+pub(crate) fn raw(path: &Path, size: u64, depth: usize, heap: &Pool) -> Result<(Duration, u64)> {
     let mut rest = heap.allocate(size as usize)?.share().into_slice();
     let file = File::options().read(true).custom_flags(O_DIRECT).open(path)?;
     let begin = Instant::now();
@@ -163,6 +163,6 @@ fn hash_of(buf: &SharedBuf) -> u64 {
 }
 
 /// Nothing of the file is cached.
-fn forget(path: &Path) -> Result<()> {
+pub(crate) fn forget(path: &Path) -> Result<()> {
     Ok(rustix::fs::fadvise(File::open(path)?, 0, None, rustix::fs::Advice::DontNeed)?)
 }

@@ -11,7 +11,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_uint, c_void};
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::model::*;
 
@@ -170,7 +170,8 @@ fn queue(state: &mut State, stream: *mut c_void, jobs: Vec<Job>) -> Result {
     }
     let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
     stream.given += jobs.len() as u64;
-    stream.jobs.extend(jobs.into_iter().map(Item::Job));
+    let given = Instant::now();
+    stream.jobs.extend(jobs.into_iter().map(|job| Item::Job(job, given)));
     Ok(())
 }
 
@@ -659,10 +660,11 @@ functions! {
                 return Err(OUT_OF_MEMORY);
             }
             let handle = state.number();
-            // Not zeroes, which would hide what was never written.
+            // Not zeroes, which would hide what was never written; where nothing is, memory that is not touched.
+            let fill = if state.settings.idle { 0 } else { 0xcd };
             // SAFETY: callers pass a pointer to this structure, which was checked above.
             let of = context_of(unsafe { *property }.location.1);
-            state.handles.insert(handle, (len as u64, Arc::new(Mutex::new(vec![0xcd; len])), of));
+            state.handles.insert(handle, (len as u64, Arc::new(Mutex::new(vec![fill; len])), of));
             put(to, handle)
         })
     }
@@ -915,7 +917,14 @@ impl Fake {
         self.command(&format!("calls {call}")) as u64
     }
 
+    /// Bytes that were copied from host memory.
+    pub fn copied(&self) -> u64 {
+        self.command("copied") as u64
+    }
+
     /// Changes the GPU, before it is opened: `memory` in bytes, `gpus`; `virtual-memory` and `host-register`: 0 or 1.
+    /// At any time: `link`, the bytes a second that copies from and to the host move, 0 for no limit; `idle`, 1 for
+    /// copies that take their time and move nothing.
     pub fn set(&self, what: &str, to: u64) {
         self.command(&format!("{what} {to}"));
     }

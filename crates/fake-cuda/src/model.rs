@@ -65,7 +65,8 @@ pub(crate) struct Job {
 
 /// Something that a stream comes to.
 pub(crate) enum Item {
-    Job(Job),
+    /// And when it was given.
+    Job(Job, Instant),
     /// Waits until a stream has done a number of jobs.
     Wait(u64, u64),
 }
@@ -204,7 +205,7 @@ impl Model {
                 // After an error that breaks the context, nothing is done any more.
                 let ready = match stream.jobs.front() {
                     None => false,
-                    Some(Item::Job(_)) => true,
+                    Some(Item::Job(..)) => true,
                     Some(Item::Wait(other, given)) => state.streams.get(other).is_none_or(|s| s.done >= *given),
                 };
                 if ready && !state.settings.held && state.sticky.is_none() {
@@ -221,7 +222,7 @@ impl Model {
                 continue;
             }
             let Some(item) = state.streams.get_mut(&id).and_then(|stream| stream.jobs.pop_front()) else { continue };
-            if let Item::Job(job) = item {
+            if let Item::Job(job, _) = item {
                 let context = state.streams.get(&id).map_or(0, |stream| stream.context);
                 match state.bad_use(&job, context) {
                     Some(why) => {
@@ -326,7 +327,7 @@ impl State {
 
     /// When the link to the host has moved what a stream does next, which then has it until then.
     fn on_the_link(&mut self, stream: u64) -> Option<Instant> {
-        let Some(Item::Job(job)) = self.streams.get(&stream)?.jobs.front() else { return None };
+        let Some(Item::Job(job, given)) = self.streams.get(&stream)?.jobs.front() else { return None };
         let direction = match (job.to, &job.from) {
             (Place::Device(_), Source::Place(Place::Host(_), _)) => 0,
             (Place::Host(_), Source::Place(Place::Device(_), _)) => 1,
@@ -334,7 +335,8 @@ impl State {
         };
         let rate = Some(self.settings.link).filter(|rate| *rate > 0)?;
         let takes = Duration::from_secs_f64((job.row * job.rows) as f64 / rate as f64);
-        let until = self.link_until[direction].map_or(Instant::now(), |until| until.max(Instant::now())) + takes;
+        // From when it was given, however late the thread of the stream comes to it.
+        let until = self.link_until[direction].map_or(*given, |until| until.max(*given)) + takes;
         self.link_until[direction] = Some(until);
         Some(until)
     }
@@ -376,7 +378,7 @@ impl State {
             _ => false,
         };
         let items = self.streams.values().flat_map(|s| &s.jobs);
-        items.into_iter().any(|item| matches!(item, Item::Job(job) if job.uses().into_iter().any(overlaps)))
+        items.into_iter().any(|item| matches!(item, Item::Job(job, _) if job.uses().into_iter().any(overlaps)))
     }
 
     /// Lists the objects that were created and not destroyed; empty when there are none.
