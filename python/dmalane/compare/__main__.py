@@ -20,6 +20,7 @@ examples:
   dmalane compare model.safetensors
   dmalane compare models/llama --rounds 11 --json
   dmalane compare model.safetensors --only dmalane --only safetensors-clone
+  dmalane compare model.safetensors --device cuda:0
   dmalane compare model.safetensors --with 'mine=./my-loader --fast'
 
 Each loader runs in a process of its own, in turns, with the files evicted from the page cache (cold) and in it (warm).
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=5, metavar="N", help="each runs every loader cold and warm [default: 5]")
     add("--only", action="append", default=[], metavar="LOADER", help="run this loader; may be given several times")
     add("--with", dest="extra", type=custom, action="append", default=[], metavar="NAME=COMMAND", help="add a loader")
+    add("--device", metavar="DEVICE", help="device of PyTorch for the tensors, cuda:0 [default: host memory]")
     add("--timeout", type=float, default=300, metavar="SECONDS", help="give up on a run after this [default: 300]")
     form.add_argument("--json", action="store_true", help="print the result as JSON")
     form.add_argument("--csv", action="store_true", help="print the result as CSV")
@@ -80,7 +82,8 @@ def text(comparison: Comparison) -> str:
         answers.append("Interrupted: these are the results so far")
     for cache in CACHES:
         name, why = comparison.winner(cache)
-        answers.append(f"Fastest into DMA-ready memory, {cache}: {name or 'no winner'} ({why})")
+        memory = f"memory of {comparison.device}" if comparison.device else "DMA-ready memory"
+        answers.append(f"Fastest into {memory}, {cache}: {name or 'no winner'} ({why})")
     return as_text(comparison.json(), answers)
 
 
@@ -91,7 +94,12 @@ def main(words: Sequence[str] | None = None) -> int:
         parser().error("--rounds and --timeout are at least 1 and more than 0")
     try:
         comparison = Comparison(
-            options.files, only=options.only, extra=options.extra, rounds=options.rounds, timeout=options.timeout
+            options.files,
+            only=options.only,
+            extra=options.extra,
+            device=options.device,
+            rounds=options.rounds,
+            timeout=options.timeout,
         )
     except (Error, OSError) as error:
         return failed(error)

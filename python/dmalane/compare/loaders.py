@@ -1,7 +1,8 @@
 """One load by one loader: `python -P loaders.py LOADER FILE...` prints what it took as a line of JSON.
 
 It runs as a script, in a process of its own, and imports nothing but the standard library and the loader. The
-environment says whether to touch memory before and to hash what was loaded, as it does to a loader of `--with`.
+environment says whether to touch memory before and to hash what was loaded, as it does to a loader of `--with`, and
+which device of PyTorch is to have the tensors.
 """
 
 from __future__ import annotations
@@ -223,6 +224,83 @@ LOADERS: dict[str, Callable[[], Prepared]] = {
     "cat": cat,
 }
 
+def onto(device: str) -> dict[str, Callable[[], Prepared]]:
+    """The loaders onto a device of PyTorch, which is ready before they begin."""
+
+    def prepared(modules: dict[str, str]) -> list[Any]:
+        found = libraries({**modules, "torch": "torch"})
+        found[-1].empty(1, device=device)
+        return found
+
+    def of_dmalane() -> Prepared:
+        library, _ = prepared({"dmalane": "dmalane"})
+        return library.__version__, lambda path: {**library.load_file(path, "pt", device)}
+
+    def ahead(module: str) -> Prepared:
+        library, _ = prepared({module: module})
+        if not hasattr(library.safe_open, "prefetch"):
+            raise Missing(f"{module} {library.__version__} has no prefetch: it came with 0.9")
+
+        def load(path: str) -> Loaded:
+            with library.safe_open(path, framework="pt", device=device) as file, file.prefetch() as coming:
+                return dict(coming)
+
+        return library.__version__, load
+
+    def opened(**options: str) -> Prepared:
+        library, _ = prepared({"safetensors": "safetensors"})
+
+        def load(path: str) -> Loaded:
+            order = names(path)
+            with library.safe_open(path, framework="pt", device=device, **options) as file:
+                return {name: file.get_tensor(name) for name in order}
+
+        return library.__version__, load
+
+    def streamed() -> Prepared:
+        library, _ = prepared({"runai_model_streamer": "runai-model-streamer"})
+
+        def load(path: str) -> Loaded:
+            with library.SafetensorsStreamer() as streamer:
+                streamer.stream_file(path)
+                return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
+
+        return version("runai-model-streamer"), load
+
+    def fast() -> Prepared:
+        library, _ = prepared({"fastsafetensors": "fastsafetensors"})
+        kept = []
+
+        def load(path: str) -> Loaded:
+            order = names(path)
+            opened = library.fastsafe_open(filenames=[path], nogds=True, device=device)
+            file = opened.__enter__()
+            kept.append(opened)
+            return {name: file.get_tensor(name) for name in order}
+
+        return version("fastsafetensors"), load
+
+    def instant() -> Prepared:
+        library, _ = prepared({"instanttensor": "instanttensor"})
+
+        def load(path: str) -> Loaded:
+            with library.safe_open([path], framework="pt", device=device) as file:
+                return dict(file.tensors())
+
+        return version("instanttensor"), load
+
+    return {
+        "dmalane": of_dmalane,
+        "dmalane-prefetch": partial(ahead, "dmalane"),
+        "safetensors-mmap": opened,
+        "safetensors-pread": partial(opened, backend="pread"),
+        "safetensors-prefetch": partial(ahead, "safetensors"),
+        "fastsafetensors": fast,
+        "instanttensor": instant,
+        "runai-model-streamer": streamed,
+    }
+
+
 # ---- what a load took ------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +308,7 @@ def octets(value: Any) -> memoryview:
     """The bytes of an array, a tensor or a buffer, without a copy where that can be."""
     if hasattr(value, "data_ptr"):
         torch = importlib.import_module("torch")
-        value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     elif hasattr(value, "ctypes"):
         numpy = importlib.import_module("numpy")
         value = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
@@ -317,14 +395,19 @@ def touch_memory(size: int) -> None:
 
 
 def measured(loader: str, paths: list[str]) -> dict[str, Any]:
-    release, load = LOADERS[loader]()
+    device = os.environ.get("DMALANE_COMPARE_DEVICE")
+    release, load = (onto(device) if device else LOADERS)[loader]()
     if size := int(os.environ.get("DMALANE_COMPARE_TOUCH", "0")):
         touch_memory(size)
     processor, begin = processor_seconds(), time.perf_counter()
     loaded = [load(path) for path in paths]
+    if device:
+        # Until the copies have ended.
+        getattr(importlib.import_module("torch"), device.partition(":")[0]).synchronize()
     seconds, cpu_s = time.perf_counter() - begin, processor_seconds() - processor
     peak_rss_bytes = peak()
-    memory, dma_ready = memory_of([value for values in loaded for value in values.values()], paths)
+    values = [value for one in loaded for value in one.values()]
+    memory, dma_ready = (f"memory of {device}", True) if device else memory_of(values, paths)
     sha256 = digest(paths, loaded) if os.environ.get("DMALANE_COMPARE_HASH") == "1" else None
     return {
         "version": release or f"Python {platform.python_version()}",

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from .._arguments import Paths, paths_of
 from .._native import Files, cached_share, room
-from .loaders import LOADERS
+from .loaders import LOADERS, onto
 
 # The states of the page cache in which loaders are compared.
 CACHES = ("cold", "warm")
@@ -82,9 +82,14 @@ class Loader:
         """The times of its runs."""
         return [sample.seconds for sample in self.runs[cache]]
 
-    def run(self, files: list[str], hashed: bool, touch: int, timeout: float) -> Sample:
+    def run(self, files: list[str], device: str, hashed: bool, touch: int, timeout: float) -> Sample:
         """Runs it once, with `touch` bytes of memory touched before."""
-        environment = {**os.environ, "DMALANE_COMPARE_HASH": str(int(hashed)), "DMALANE_COMPARE_TOUCH": str(touch)}
+        environment = {
+            **os.environ,
+            "DMALANE_COMPARE_HASH": str(int(hashed)),
+            "DMALANE_COMPARE_TOUCH": str(touch),
+            "DMALANE_COMPARE_DEVICE": device,
+        }
         pipe = subprocess.PIPE
         try:
             # In a group of its own, so that its children end with it.
@@ -125,20 +130,24 @@ class Comparison:
         *,
         only: Sequence[str] = (),
         extra: Sequence[Loader] = (),
+        device: str | None = None,
         rounds: int = 5,
         timeout: float = 300,
     ) -> None:
         """Takes files, or the model of a directory or an index. All loaders are those that this Python has and `extra`
-        ones; `only` chooses some by name. ValueError for a name that none has."""
+        ones; `only` chooses some by name. `device` is one of PyTorch that is to have the tensors, by default host
+        memory. ValueError for a name that none has."""
         script = str(Path(__file__).with_name("loaders.py"))
         # Without the folder of the script and the current one: a file in them must not pose as a module.
-        loaders = [Loader(name, (sys.executable, "-P", script, name)) for name in LOADERS] + [*extra]
+        loaders = [Loader(name, (sys.executable, "-P", script, name)) for name in (onto(device) if device else LOADERS)]
+        loaders += extra
         there = [loader.name for loader in loaders]
         if unknown := [name for name in only if name not in there]:
             raise ValueError(f"no loader is called {', '.join(unknown)}; there are {', '.join(there)}")
         self.loaders = [loader for loader in loaders if not only or loader.name in only]
         self.files = Files(paths_of(filename), raw=True).paths()
         self.bytes = sum(os.path.getsize(path) for path in self.files)
+        self.device = device
         self.rounds, self.timeout, self.finished = rounds, timeout, False
 
     def run(self, progress: Callable[[str], object] = lambda _: None) -> None:
@@ -148,7 +157,7 @@ class Comparison:
         for loader in self.loaders:
             progress(f"hashing what {loader.name} loads")
             try:
-                loader.first = loader.run(self.files, True, 0, self.timeout)
+                loader.first = loader.run(self.files, self.device or "", True, 0, self.timeout)
                 loader.bytes_right = loader.first.sha256 == right
             except NotRun as reason:
                 loader.skipped = str(reason)
@@ -169,7 +178,8 @@ class Comparison:
         # The memory that a loader needs, including its page cache; or half of the memory that is there.
         touch = min(2 * self.bytes, (room() or 0) // 2)
         try:
-            loader.runs[cache].append(loader.run(self.files, False, touch, self.timeout))
+            sample = loader.run(self.files, self.device or "", False, touch, self.timeout)
+            loader.runs[cache].append(sample)
         except NotRun as reason:
             loader.skipped = str(reason)
 
@@ -201,6 +211,7 @@ class Comparison:
             "command": "compare",
             "files": self.files,
             "bytes": self.bytes,
+            "device": self.device,
             "rounds": self.rounds,
             "finished": self.finished,
             "winners": {cache: self.winner(cache)[0] for cache in CACHES},

@@ -1,6 +1,7 @@
 """`dmalane compare`: loaders that are there, loaders that are not, and one that returns wrong bytes."""
 
 import csv
+import importlib.util
 import json
 import os
 import shlex
@@ -218,3 +219,18 @@ def test_a_model_stands_for_its_files(tmp_path):
         tensors = {f"{n}.{name}": tensor for name, tensor in random_tensors(n).items()}
         write_model(tmp_path / f"model-0000{n}-of-00002.safetensors", tensors)
     assert len(Comparison(tmp_path).files) == 2
+
+
+def test_loaders_onto_a_device(file):
+    done = compare(file, "--json", "--rounds=1", "--quiet", "--device=cpu")
+    report = json.loads(done.stdout)
+    assert report["device"] == "cpu"
+    found = {loader["name"]: loader for loader in report["loaders"]}
+    assert set(found) >= {"dmalane", "dmalane-prefetch", "safetensors-prefetch", "instanttensor"}
+    if importlib.util.find_spec("torch") is None:
+        assert done.returncode == 1 and "no loader could run" in done.stderr
+        assert all("torch" in loader["skipped"] for loader in found.values())
+        return
+    assert done.returncode == 0, done.stderr
+    for name in ("dmalane", "dmalane-prefetch", "safetensors-mmap", "safetensors-pread"):
+        assert found[name]["bytes_right"] and found[name]["memory"] == "memory of cpu", found[name]
