@@ -142,6 +142,39 @@ def test_ranks_read_what_their_parameters_take(stub, tmp_path, monkeypatch):
     assert dmalane.last_report()["bytes"] == 4 * 100 << 10
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_on_a_gpu_are_read_onto_it(stub, tmp_path, monkeypatch, driver, ranks):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from dmalane import _onto, vllm
+    from dmalane._frameworks import converter
+    from package.torch_on_fake import OnFake
+
+    monkeypatch.setattr("dmalane._lend.converter", converter)
+    gpu = OnFake(torch, driver, monkeypatch)
+    rows = os.urandom(4 << 20)
+    write_model(tmp_path / "m.safetensors", {f"layers.{n}.w": ("U8", [4096, 1024], rows) for n in range(4)})
+    vllm.register()
+    stub.group.world_size = ranks
+    registered = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"]
+    there = torch.device("cuda", 0)
+
+    class Model:
+        def parameters(self):
+            return iter([types.SimpleNamespace(device=there)])
+
+    def load_weights(loader, model, config):
+        for name, tensor in loader._get_weights_iterator(Source(tmp_path)):
+            assert ranks == 1 or tensor.device == there
+            part = tensor.narrow(0, 7, 100).narrow(1, 100, 900).clone()
+            assert bytes(part.flatten().numpy()) == b"".join(rows[n << 10 :][100:1000] for n in range(7, 107)), name
+
+    monkeypatch.setattr(registered.__bases__[0], "load_weights", load_weights, raising=False)
+    registered(stub.LoadConfig()).load_weights(Model(), None)
+    # Of rows a part of which is wanted, all is read.
+    assert gpu.copied() == 4 * (len(rows) if ranks == 1 else 100 << 10)
+    _onto.Gpu.let_go()
+
+
 RANK = """
 import os, sys, torch
 from vllm.plugins import load_general_plugins
