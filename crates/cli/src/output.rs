@@ -154,11 +154,6 @@ impl Outputs {
         Ok(self)
     }
 
-    /// Whether this option names a file.
-    pub fn has(&self, option: &str) -> bool {
-        self.0.iter().any(|(of, _)| *of == option)
-    }
-
     /// Writes the file of an option, if there is one. `done` says what was done before, should that fail.
     pub fn write(
         &self,

@@ -96,4 +96,4 @@ pub use page_tables::PageTableSpace;
 pub use polled::PolledQueue;
 pub use ram::RamDevice;
 pub use region::{Region, areas};
-pub use space::{AddressSpace, AddressSpaceKind, Observer, SpaceError, without_tables};
+pub use space::{AddressSpace, AddressSpaceKind, SpaceError, without_tables};

@@ -220,10 +220,10 @@ fn what_cannot_be_written_is_told_before_anything_is_loaded() {
         stderr(&output).to_owned()
     };
     // The file is not there either, which is not looked at.
-    let text = run(&["missing", "--record", "no/such/place"], 1);
+    let text = run(&["missing", "--trace", "no/such/place"], 1);
     assert!(text.starts_with("dmalane: cannot write no/such/place\ncause: ") && !text.contains("missing"), "{text}");
-    assert!(run(&["a", "--record", "/dev/null"], 1).starts_with("dmalane: cannot write /dev/null\n"));
-    let text = run(&["a", "--record", "-"], 2);
+    assert!(run(&["a", "--trace", "/dev/null"], 1).starts_with("dmalane: cannot write /dev/null\n"));
+    let text = run(&["a", "--trace", "-"], 2);
     assert!(text.contains("\nhint: name a file, or ./- for a file of that name\n"), "{text}");
 }
 
@@ -336,7 +336,7 @@ fn what_a_load_says() {
         assert!(output.status.success(), "{}", stderr(&output));
         stdout(&output).to_owned()
     };
-    let text = load(&["raw.bin", "--list", "--record", "binds"]);
+    let text = load(&["raw.bin", "--list", "--trace", "binds"]);
     assert!(text.starts_with("Bottleneck: ") && text.contains("\nLoaded 1 tensor in 1 file (4.88 KiB) in "), "{text}");
     assert!(text.contains("\nraw.bin: raw, one run of bytes; XXH3 "), "{text}");
     assert!(folder.join("binds").exists());
@@ -704,10 +704,8 @@ fn sources_without_a_true_size_are_read_to_their_end() {
         assert!(complains(args, 1).contains("/dev/zero is a character device, which has no end"), "{args:?}");
     }
     // It ends at once.
-    for args in [&["read", "/proc/version", "--manifest", "/dev/null"][..], &["vm", "replay", "/dev/null"]] {
-        let text = complains(args, 1);
-        assert!(!text.contains("no end") && !text.contains("nobody writes"), "{text}");
-    }
+    let text = complains(&["read", "/proc/version", "--manifest", "/dev/null"], 1);
+    assert!(!text.contains("no end") && !text.contains("nobody writes"), "{text}");
     assert_eq!(json(&["read", "/dev/null", "--json"])["bytes"], 0);
 }
 
@@ -823,7 +821,7 @@ fn a_dry_run_says_where_everything_would_be() {
     assert!(text.starts_with("Would load 5 tensors in 1 file onto soft: 2"), "{text}");
     assert!(text.contains("\nembeddings.weight ") && text.lines().all(|line| line.len() <= 100), "{text}");
     assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: -d ram:"));
-    complains(&["load", &model, "--dry-run", "--record", "x"], 2);
+    complains(&["load", &model, "--dry-run", "--trace", "x"], 2);
     // A file device keeps its bytes.
     let memory = folder.join("memory");
     std::fs::write(&memory, vec![7; 4 << 20]).unwrap();
@@ -906,9 +904,9 @@ fn the_device_may_come_from_the_environment() {
     assert_eq!(device(with("DMALANE_DEVICE", &sample)), "ram:9MiB");
     assert_eq!(device(with("DMALANE_DEVICE", &[&sample[..], &["-d", "ram:7MiB"]].concat())), "ram:7MiB");
     // To other commands, the option means something else.
-    let trace = folder("environment").join("trace");
-    std::fs::write(&trace, "{\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}\n").unwrap();
-    for args in [&["vm", "replay", trace.to_str().unwrap()][..], &["read", trace.to_str().unwrap()]] {
+    let file = folder("environment").join("file");
+    std::fs::write(&file, "bytes").unwrap();
+    for args in [&["vm", "bench", "1MiB", "2"][..], &["read", file.to_str().unwrap()]] {
         let output = with("DMALANE_DEVICE", args);
         assert!(output.status.code() != Some(2) && !stdout(&output).contains("ram:9MiB"), "{args:?}: {output:?}");
     }

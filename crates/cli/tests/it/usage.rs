@@ -59,10 +59,8 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m --direct --buffered", "cannot be used with"),
             ("m --dry-run --verify", "cannot be used with"),
             ("m --dry-run --trace t", "cannot be used with"),
-            ("m --record -", "stdout is for the report"),
             ("m --trace - ", "stdout is for the report"),
             ("m --trace t --report t", "--trace and --report both write t"),
-            ("m --record t --report t", "--record and --report both write t"),
         ],
     ),
     (
@@ -152,7 +150,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("formats m", "m"),
         ],
     ),
-    ("vm", &[("replay", "<TRACE>"), ("replay t -f nothing", "nothing"), ("replay t --granule 1", "--granule")]),
+    ("vm", &[("bench -f nothing", "nothing"), ("bench --granule 1", "--granule")]),
     ("completions", &[("", "<SHELL>"), ("command.com", "bash")]),
 ];
 
@@ -160,7 +158,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
 const FAILS: &[&str] = &[
     "load missing",
     "load m missing",
-    "load m --record missing/m",
+    "load m --trace missing/m",
     "load m --manifest missing",
     "load m --tensors nothing",
     "load m -d vfio:ffff:1f:1f.7",
@@ -191,11 +189,6 @@ const FAILS: &[&str] = &[
     "iopt build pipe -f arm64-s1-4k -o i",
     "iopt build m -f arm64-s1-4k -o i",
     "iopt build list -f arm64-s1-4k -o i",
-    "vm replay missing",
-    "vm replay m",
-    "vm replay pipe",
-    "vm replay list",
-    "vm replay /dev/zero",
     "vm bench 1MiB 2 -d ram:1MiB",
     "verify m --manifest pipe",
     "verify m --manifest list",

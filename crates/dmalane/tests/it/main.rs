@@ -1,7 +1,6 @@
 //! The integration tests of this crate, linked once.
 
 mod alloc_read;
-mod binds;
 mod card_server;
 mod devices;
 mod manifest;

@@ -33,8 +33,6 @@ pub(super) struct Outcome {
 /// One load.
 pub(super) struct Run {
     pub(super) loaded: Loaded,
-    /// The trace of the binds, of the last run.
-    pub(super) recorded: Option<Vec<u8>>,
     /// Where tensors were bound, and so how they were read back.
     pub(super) space: AddressSpaceKind,
     /// The pages behind the staging buffers.
