@@ -485,10 +485,6 @@ impl Registrar for Client {
         Ok(Mapping::new(list, lease, access))
     }
 
-    fn pin_limit(&self) -> Option<u64> {
-        Some(self.0.limits.bytes)
-    }
-
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.0)
     }

@@ -152,10 +152,6 @@ impl Registrar for FailingBus {
         }
     }
 
-    fn pin_limit(&self) -> Option<u64> {
-        self.0.pin_limit()
-    }
-
     fn owns(&self, mapping: &Mapping) -> bool {
         self.0.owns(mapping)
     }

@@ -13,7 +13,7 @@ use dmalane::load::{BadAlign, CONTAINERS, DriveOptions, Error, Input, Manifest, 
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
-use crate::device;
+use crate::device::{self, Consent};
 use crate::failure::Failure;
 use crate::model;
 use crate::output::{self, Outputs};
@@ -114,13 +114,16 @@ pub(crate) struct Load {
 
     #[command(flatten)]
     run: RunOptions,
+
+    #[command(flatten, next_help_heading = "Device")]
+    consent: Consent,
 }
 
 impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
-        self.run.consent.check(&self.device)?;
+        self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.run.manifest).cloned().collect();
         source::check(&named)?;
         let set = model::set(&self.files)?;
@@ -170,7 +173,6 @@ impl Load {
             cold,
             stages: report::stages(&run.loaded),
             copied,
-            verified: self.verify,
             manifest: self.run.manifest.clone(),
         };
         let (spec, left_out) = (self.device.clone(), set.left_out);
@@ -223,7 +225,7 @@ impl Load {
                 fill: self.run.fill(DriveOptions::default().fill),
                 ..DriveOptions::default()
             },
-            ..self.run.consent.open_options()
+            ..self.consent.open_options()
         }
     }
 
@@ -342,7 +344,7 @@ mod tests {
         assert_eq!((load.device.to_string(), load.run.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
         assert_eq!(load.open_options().drive.fill.chunk, 16 << 20);
-        assert!(!(load.verify || load.run.consent.overwrite || load.list) && load.run.repeat == 1);
+        assert!(!(load.verify || load.consent.overwrite || load.list) && load.run.repeat == 1);
         let format = load.run.format;
         assert!(!(format.verbose || format.json || format.quiet));
     }

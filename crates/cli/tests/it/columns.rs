@@ -16,7 +16,6 @@ pub const COMMANDS: &[(&str, i32)] = &[
     ("load m.safetensors -v -d ram:64MiB", 0),
     ("load m.safetensors --dry-run --list", 0),
     ("read m.safetensors -v", 0),
-    ("read m.safetensors -v -d soft --verify", 0),
     ("read m.safetensors -v --heap memfd", 0),
     ("inspect m.safetensors", 0),
     ("manifest m.safetensors -o manifest", 0),

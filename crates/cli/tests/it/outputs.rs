@@ -163,11 +163,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
 #[test]
 fn data_in_device_memory_are_not_overwritten_unasked() {
     let place = Place::new("device-memory");
-    for line in [
-        "load boot.json -d file:card.img",
-        "read boot.json -d file:card.img",
-        "validate -d file:card.img -j 1 --buffer-size 64KiB",
-    ] {
+    for line in ["load boot.json -d file:card.img", "validate -d file:card.img -j 1 --buffer-size 64KiB"] {
         let said = place.dmalane(line, 1);
         assert!(said.contains("holds data") && said.contains("--overwrite"), "{said}");
         place.stays(line);
@@ -178,18 +174,14 @@ fn data_in_device_memory_are_not_overwritten_unasked() {
     place.dmalane("load boot.json -d file:empty.img --verify", 0);
     place.dmalane("load boot.json -d file:empty.img --verify", 1);
     place.dmalane("load boot.json -d file:empty.img --verify --overwrite", 0);
-    place.dmalane("read boot.json -d file:empty.img --verify --overwrite", 0);
 }
 
 #[test]
 fn a_file_is_not_read_onto_itself() {
     let place = Place::new("onto-itself");
     fs::hard_link(place.at("card.img"), place.at("other-name")).unwrap();
-    for line in [
-        "load card.img -d file:card.img --overwrite",
-        "load boot.json card.img -d file:other-name --overwrite",
-        "read other-name -d file:card.img --overwrite",
-    ] {
+    for line in ["load card.img -d file:card.img --overwrite", "load boot.json card.img -d file:other-name --overwrite"]
+    {
         let said = place.dmalane(line, 1);
         assert!(said.contains(" is the memory of file:"), "{said}");
         place.stays(line);
@@ -205,19 +197,12 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
     ("load", "manifest", "load boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of file:m"),
     ("load", "trace", "load boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
     ("load", "report", "load boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
-    ("read", "files", "read m -d file:m --overwrite", "m is the memory of file:m"),
-    ("read", "files", "read - -d file:m --overwrite < m", "stdin is the memory of file:m"),
-    ("read", "manifest", "read boot.json --manifest m -d file:m --overwrite", "m is the memory of file:m"),
-    ("read", "manifest", "read boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of file:m"),
-    ("read", "trace", "read boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
-    ("read", "report", "read boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
     ("validate", "report", "validate --report m -d file:m --overwrite --force", "it is the input device memory"),
 ];
 
 /// Arguments that name no file, though their types would let them, and commands without such arguments: why none can be
 /// the device's memory.
 const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
-    ("read", "command", "a program with its words, for --export, which is refused with a device"),
     ("card serve", "vfio_user", "its device is the software card"),
     ("bar-map", "", "its devices are those of VFIO"),
     ("vm bench", "", "it binds memory of a device, and writes none"),
@@ -304,7 +289,7 @@ fn a_file_that_does_not_reach_the_disk_replaces_nothing() {
     }
 }
 
-/// A killed process can leave its file whole under a hidden name, between the two calls that replace the old one.
+/// A killed process can leave a part of its file, under a hidden name beside it.
 #[test]
 fn a_killed_load_leaves_the_old_files_or_the_new_ones() {
     const NAMES: [&str; 2] = ["trace", "report"];
@@ -344,10 +329,9 @@ fn a_killed_load_leaves_the_old_files_or_the_new_ones() {
             }
         }
         for hidden in fs::read_dir(&place.folder).unwrap().flatten() {
-            let name = hidden.file_name().into_string().unwrap();
-            let Some(of) = name.strip_prefix('.').and_then(|name| name.split('.').next()) else { continue };
-            assert!(is_new(of, &fs::read(hidden.path()).unwrap()), "kill {kill} left a part as {name}");
-            fs::remove_file(hidden.path()).unwrap();
+            if hidden.file_name().to_string_lossy().starts_with('.') {
+                fs::remove_file(hidden.path()).unwrap();
+            }
         }
         place.stays(&line);
     }

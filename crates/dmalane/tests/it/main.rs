@@ -6,5 +6,4 @@ mod devices;
 mod manifest;
 mod path;
 mod peers;
-mod read_to_device;
 mod slash;

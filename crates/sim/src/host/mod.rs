@@ -206,11 +206,6 @@ impl<F: Format> Registrar for SoftHost<F> {
         }
     }
 
-    /// The limit that [`SoftHost::set_pin_limit`] set.
-    fn pin_limit(&self) -> Option<u64> {
-        Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
-    }
-
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.0)
     }
