@@ -168,7 +168,7 @@ def test_an_output_in_a_place_that_is_not_there(dmalane, files):
     file = files / "in" / "fine.safetensors"
     file.write_bytes(build({"a": u8(0, 4)}, b"abcd"))
     target = files / "nowhere" / "binds"
-    done = dmalane.run("load", file, "--json", "--record", target)
+    done = dmalane.run("load", file, "--json", "--trace", target)
     assert_refused(done, target, r"no such file|not found|exist", files)
 
 
