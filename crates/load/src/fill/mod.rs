@@ -2,9 +2,9 @@
 //!
 //! A job ([`Job`]) names buffers and the ranges of files that are read into them. Buffers that stay ([`BufferMemory`])
 //! are reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next
-//! one is being allocated; small pages behind a memfd are filled from landing places instead. A load onto a device uses
-//! the slots of a few [`Staging`] buffers instead. Bytes that have arrived are hashed, if checksums are on, in the order
-//! of their buffer while they are in the processor's cache; large jobs have a thread for that where there is a processor
+//! one is being allocated; small pages behind a memfd are filled from landing places instead. A load onto a device
+//! uses the slots of a few [`Staging`] buffers. Bytes that have arrived are hashed, if checksums are on, in the order of
+//! their buffer while they are in the processor's cache; large jobs have a thread for that where there is a processor
 //! that neither workers nor the device need. On their way to a device they are transferred right after that; a buffer
 //! that stays is rejoined in the end.
 //!
@@ -13,8 +13,8 @@
 //! other.
 //!
 //! In the order in which these modules use each other: `job`, `options` and `error`; `memory` and `landing` places;
-//! `fragment`; `sink`; the `supply` of memory, the `order` of hashing, and `progress`, which `state` joins; what is done
-//! with it, `claim` and `hashing`; `depth`; `worker`.
+//! `fragment`; `sink`; the `supply` of memory, the `order` of hashing, and `progress`, which `state` joins; what is
+//! done with it, `claim` and `hashing`; `depth`; `worker`.
 
 mod claim;
 mod depth;

@@ -8,8 +8,8 @@ use dmalane_dma::BufferRef;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A chunk of a buffer that stays is present, and can be pinned and mapped for a device by `reference`; reads into it
-    /// begin now, unless its bytes are there already.
+    /// A chunk of a buffer that stays is present, and can be pinned and mapped for a device by `reference`; reads into
+    /// it begin now, unless its bytes are there already.
     Allocated {
         /// Which buffer.
         buffer: usize,

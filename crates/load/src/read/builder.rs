@@ -78,8 +78,8 @@ impl<'a> Read<'a> {
         self
     }
 
-    /// Calls `watch` with every event; it may stop the job, and may pin and map each chunk for a device as soon as it is
-    /// [allocated](Event::Allocated), while reads into the chunks before it are in flight:
+    /// Calls `watch` with every event; it may stop the job, and may pin and map each chunk for a device as soon as it
+    /// is [allocated](Event::Allocated), while reads into the chunks before it are in flight:
     ///
     /// ```
     /// # use std::ops::ControlFlow;
