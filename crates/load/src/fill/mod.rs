@@ -3,10 +3,10 @@
 //! A job ([`Job`]) names buffers and the ranges of files that are read into them. Buffers that stay ([`BufferMemory`])
 //! are reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next
 //! one is being allocated; small pages behind a memfd are filled from landing places instead. A load onto a device
-//! uses the slots of a few [`Staging`] buffers. Bytes that have arrived are hashed, if checksums are on, in the order of
-//! their buffer while they are in the processor's cache; large jobs have a thread for that where there is a processor
-//! that neither workers nor the device need. On their way to a device they are transferred right after that; a buffer
-//! that stays is rejoined in the end.
+//! uses the slots of a few [`Staging`] buffers. Bytes that have arrived are hashed, if checksums are on, in the order
+//! of their buffer while they are in the processor's cache; large jobs have a thread for that where there is a
+//! processor that neither workers nor the device need. On their way to a device they are transferred right after
+//! that; a buffer that stays is rejoined in the end.
 //!
 //! Workers do this, each with queues of its own to all files: one worker where the kernel or the disk does the work,
 //! several where the processor copies out of the page cache. One worker runs on the thread of the caller and needs no
