@@ -20,7 +20,7 @@ Examples:
 
 Exit status: 0 the daemon answered, 1 it did not, 2 usage error.";
 
-/// Show a daemon's clients and counters.
+/// Show a daemon's clients and what they use.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
