@@ -228,7 +228,7 @@ pub fn run(options: &Options) -> Result<Report> {
         }
     }
     let left = dmalane::daemon::status(&ClientOptions::new(&daemon.path))?;
-    if left.totals.errors > 0 {
+    if left.clients.iter().any(|client| client.errors > 0) {
         return Err(format!("the daemon counted errors: {left:?}").into());
     }
     Ok(report)

@@ -19,7 +19,6 @@ macro_rules! targets {
 targets! {
     c_interface card_config card_driver card_ring daemon_client daemon_message daemon_server daemon_worker gguf
     header_cost iopt iopt_image npy safetensors sg_range shared_queue split_queue vfio_user vfio_user_client vm_array
-    vm_trace
 }
 
 /// The target of that name.

@@ -70,7 +70,7 @@ def test_a_bad_file(dmalane, files, name):
     file = files / "in" / f"{name}.safetensors"
     file.write_bytes(content)
     before = shared_memory()
-    done = dmalane.run("load", file, "--json", "--record", files / "out" / "binds")
+    done = dmalane.run("load", file, "--json", "--trace", files / "out" / "trace")
     assert_refused(done, file, says, files)
     assert os.listdir(files / "in") == [file.name]
     assert shared_memory() <= before, "shared memory was left behind"
@@ -86,7 +86,7 @@ def test_a_bad_shard_among_good_ones(dmalane, files, name, position):
         shards.append(file)
     content, says = BAD_FILES[name]
     shards[position].write_bytes(content)
-    done = dmalane.run("load", *shards, "--json", "--record", files / "out" / "binds")
+    done = dmalane.run("load", *shards, "--json", "--trace", files / "out" / "trace")
     assert_refused(done, shards[position], says, files)
 
 
@@ -152,7 +152,7 @@ def test_a_card_too_small(dmalane, files, placement):
         f.truncate(len(content) + length)  # sparse, and never read
     card = "ddr" if placement == "ddr" else "hbm"
     options = ["--placement", placement, "-d", f"soft,{card}=512MiB"]
-    done = dmalane.run("load", file, "--json", "--record", files / "out" / "binds", *options)
+    done = dmalane.run("load", file, "--json", "--trace", files / "out" / "trace", *options)
     assert_refused(done, file, rf"{length >> 20} MiB are needed", files)
     assert f"-d soft,{card}=" in done.stderr, "the message says what would help"
 
@@ -160,7 +160,7 @@ def test_a_card_too_small(dmalane, files, placement):
 def test_a_tiny_card(dmalane, files):
     file = files / "in" / "large.safetensors"
     file.write_bytes(build({"a": u8(0, 4 << 20)}, pattern(4 << 20)))
-    done = dmalane.run("load", file, "--json", "-d", "soft,ddr=1MiB", "--record", files / "out" / "binds")
+    done = dmalane.run("load", file, "--json", "-d", "soft,ddr=1MiB", "--trace", files / "out" / "trace")
     assert_refused(done, file, r"4 MiB are needed", files)
 
 
@@ -168,7 +168,7 @@ def test_an_output_in_a_place_that_is_not_there(dmalane, files):
     file = files / "in" / "fine.safetensors"
     file.write_bytes(build({"a": u8(0, 4)}, b"abcd"))
     target = files / "nowhere" / "binds"
-    done = dmalane.run("load", file, "--json", "--record", target)
+    done = dmalane.run("load", file, "--json", "--trace", target)
     assert_refused(done, target, r"no such file|not found|exist", files)
 
 
@@ -199,7 +199,7 @@ def test_truncated_while_being_read(dmalane, files):
     with file.open("wb") as f:
         f.write(content)
         f.truncate(len(content) + length)  # sparse: the card gets zeros
-    command = dmalane.command("load", file, "--json", "--chunk", "1MiB", "--record", files / "out" / "binds")
+    command = dmalane.command("load", file, "--json", "--chunk", "1MiB", "--trace", files / "out" / "trace")
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

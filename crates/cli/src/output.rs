@@ -17,20 +17,13 @@ use crate::source::{is_stdin, stdin_metadata};
 
 /// Writes `text` to stdout, without its colours where no terminal shows them or `NO_COLOR` is set.
 pub fn print(text: &str) -> Result<(), Failure> {
-    print_or_closed(text).map(drop)
+    let mut out = anstream::AutoStream::auto(io::stdout().lock());
+    written(out.write_all(spaced(text).as_bytes()).and_then(|()| out.flush()))
 }
 
 /// As [`print()`], for people: lines that do not fit the terminal are wrapped.
 pub fn print_text(text: &str) -> Result<(), Failure> {
     print(&fit(text))
-}
-
-/// As [`print()`]; false when nobody reads it any more.
-pub fn print_or_closed(text: &str) -> Result<bool, Failure> {
-    let mut out = anstream::AutoStream::auto(io::stdout().lock());
-    let result = out.write_all(spaced(text).as_bytes()).and_then(|()| out.flush());
-    let closed = matches!(&result, Err(e) if e.kind() == ErrorKind::BrokenPipe);
-    written(result).map(|()| !closed)
 }
 
 /// Writes `text` to stderr, as [`print()`] writes it to stdout. A closed stderr is no error.
@@ -152,11 +145,6 @@ impl Outputs {
             to.check().map_err(|e| refused(to, "", &e))?;
         }
         Ok(self)
-    }
-
-    /// Whether this option names a file.
-    pub fn has(&self, option: &str) -> bool {
-        self.0.iter().any(|(of, _)| *of == option)
     }
 
     /// Writes the file of an option, if there is one. `done` says what was done before, should that fail.

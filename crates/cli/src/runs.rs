@@ -15,7 +15,6 @@ use rustix::fs::Advice;
 use serde_json::{Value, json};
 
 use crate::commands::doctor::why_not;
-use crate::device::Consent;
 use crate::failure::Failure;
 use crate::layout::{Table, bottleneck, count, good, unbroken, wrap};
 use crate::model::ReadMode;
@@ -79,9 +78,6 @@ pub struct RunOptions {
 
     #[command(flatten)]
     pub replace: Replace,
-
-    #[command(flatten, next_help_heading = "Device")]
-    pub consent: Consent,
 }
 
 impl RunOptions {
@@ -149,8 +145,6 @@ pub struct MeasuredRuns {
     pub stages: Vec<MeasuredStage>,
     /// The copies that were made before the first run.
     pub copied: Copied,
-    /// The data on the device was read back and compared.
-    pub verified: bool,
     /// The manifest that the files were compared with.
     pub manifest: Option<PathBuf>,
 }
@@ -227,13 +221,12 @@ impl MeasuredRuns {
         let (order, seconds) = (sorted(&self.walls), |run: usize| self.walls[run].as_secs_f64());
         let wall = self.wall().as_secs_f64();
         let mut all = json!({
-            "schema": 4,
+            "schema": 5,
             "command": self.command,
             "wall_s": wall,
             "bytes_per_s": if wall > 0.0 { self.bytes as f64 / wall } else { 0.0 },
             "copied_first_bytes": self.copied.bytes,
             "copied_first_s": self.copied.time.as_secs_f64(),
-            "verified": self.verified,
             "manifest": self.manifest.as_ref().map(|path| path.to_string_lossy()),
             "bottleneck": self.bottleneck().map(|(stage, _)| stage),
             "runs_s": self.walls.iter().map(Duration::as_secs_f64).collect::<Value>(),
@@ -265,7 +258,7 @@ impl MeasuredRuns {
     pub fn text(&self, what: &str) -> String {
         let (bottleneck, answer) = self.answer(what);
         let mut out = bottleneck + &answer;
-        if self.verified {
+        if self.stages.iter().any(|stage| stage.report.stage == Stage::Verify) {
             out += &format!(", {}", good("verified"));
         }
         if self.manifest.is_some() {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, HostHeap,
-    NoIommu, Region,
+    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu,
+    Region,
 };
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
@@ -151,12 +151,10 @@ fn registration_refused(context: &Arc<Context>) -> Result<Option<String>, Error>
 fn registrar(context: &Arc<Context>, pins: bool) -> Pins {
     let context = context.clone();
     if pins {
-        return NoIommu::calling(HostHeap::Any, move |buffer, range| {
-            Ok(Some(Registered::new(&context, buffer, range)?))
-        });
+        return NoIommu::calling(None, move |buffer, range| Ok(Some(Registered::new(&context, buffer, range)?)));
     }
     let allocate = move |len| Ok(Box::new(PinnedMemory::allocate(&context, len)?) as _);
-    NoIommu::calling(HostHeap::Faster(Arc::new(DriverHeap::new("cuMemHostAlloc", allocate))), |_, _| Ok(None))
+    NoIommu::calling(Some(Arc::new(DriverHeap::new("cuMemHostAlloc", allocate))), |_, _| Ok(None))
 }
 
 fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {

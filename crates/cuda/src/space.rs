@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
-use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError, without_tables};
+use dmalane_device::{AddressSpace, AddressSpaceKind, SpaceError, without_tables};
 use dmalane_vm::BindRequest;
 
 use crate::sys::{Context, Window};
@@ -26,7 +26,6 @@ pub(crate) struct MapSpace {
     page: PageSize,
     /// The reserved ranges, by first address.
     reserved: BTreeMap<u64, Window>,
-    observer: Observer,
 }
 
 /// A page of a reserved range that requests change.
@@ -39,7 +38,7 @@ struct Page<'a> {
 
 impl MapSpace {
     pub(crate) fn new(context: Arc<Context>, page: PageSize) -> Self {
-        Self { context, page, reserved: BTreeMap::new(), observer: Observer::default() }
+        Self { context, page, reserved: BTreeMap::new() }
     }
 
     fn not_pages(&self, va: DeviceVa, len: u64) -> SpaceError {
@@ -112,7 +111,6 @@ impl AddressSpace for MapSpace {
             .unmap(at, range.len())
             .map_err(|e| SpaceError::Invalidate(e.into()))?;
         self.reserved.remove(&at);
-        self.observer.see(&[BindRequest::Unbind(range)]);
         Ok(())
     }
 
@@ -134,11 +132,6 @@ impl AddressSpace for MapSpace {
                 return Err(SpaceError::Driver(e.into()));
             }
         }
-        self.observer.see(requests);
         Ok(())
-    }
-
-    fn observer(&mut self) -> Option<&mut Observer> {
-        Some(&mut self.observer)
     }
 }

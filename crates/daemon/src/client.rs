@@ -25,12 +25,11 @@ use thiserror::Error;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U64;
 
-use crate::config::ClientLimits;
 use crate::page::Page;
 use crate::socket::{self, Received};
 use crate::wire::{
     ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, FunctionFiles, HelloAnswer, MAX_BYTES, MAX_FDS,
-    MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader, StatusAnswer, Totals, VERSION,
+    MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader, StatusAnswer, VERSION,
 };
 
 /// Status reads between two checks that the daemon is still running.
@@ -155,8 +154,8 @@ struct Transport {
 }
 
 impl Transport {
-    /// A connection to a daemon, with the client's limits and its number.
-    fn connect(options: &ClientOptions) -> Result<(Self, ClientLimits, u64), ClientError> {
+    /// A connection to a daemon, with the most queues that the client may have, and its number.
+    fn connect(options: &ClientOptions) -> Result<(Self, u32, u64), ClientError> {
         let ClientOptions { path, timeout, server_uids: trusted, .. } = options;
         let timeout = *timeout;
         let failed = |source| ClientError::Connect { path: path.to_owned(), source };
@@ -180,14 +179,7 @@ impl Transport {
         if hello.version.get() != VERSION {
             return Err(transport.bad("a protocol version that the client did not offer"));
         }
-        let limits = ClientLimits {
-            ddr: hello.ddr.get(),
-            hbm: hello.hbm.get(),
-            queues: hello.queues.get(),
-            buffers: hello.buffers.get(),
-            bytes: hello.bytes.get(),
-        };
-        Ok((transport, limits, hello.client.get()))
+        Ok((transport, hello.queues.get(), hello.client.get()))
     }
 
     fn bad(&self, what: &'static str) -> ClientError {
@@ -297,13 +289,13 @@ struct Inner {
     transport: Mutex<Transport>,
     /// A second descriptor of the transport's socket, to poll while another thread waits for an answer.
     socket: OwnedFd,
-    limits: ClientLimits,
     number: u64,
+    queues: usize,
     page: Page,
     /// Wakes the daemon.
     kick: OwnedFd,
-    /// Wake the client, one for each queue.
-    calls: Vec<OwnedFd>,
+    /// Wakes the client.
+    call: OwnedFd,
     gone: OnceLock<ClientError>,
     status_reads: AtomicU32,
     /// The IOVAs that the daemon has assigned.
@@ -317,15 +309,15 @@ impl Client {
     /// [`ClientError::Connect`]; [`ClientError::Refused`], with [`Code::Quota`] when the card has too little left; the
     /// other errors of the connection.
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
-        let (mut transport, limits, client) = Transport::connect(&options)?;
+        let (mut transport, most, client) = Transport::connect(&options)?;
         let ClientOptions { ddr, hbm, queues, .. } = options;
-        let queues = if queues == 0 { limits.queues } else { queues };
+        let queues = if queues == 0 { most } else { queues };
         let failed = |what| move |source| ClientError::System { what, source };
-        let files = FunctionFiles::new(queues.min(regs::MAX_CHANNELS))
+        let files = FunctionFiles::new()
             .map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::NOMEM))
             .map_err(failed("cannot create a register page and wake-ups"))?;
         transport.ask(&ClientRequest::Open { ddr, hbm, queues }, &files.fds())?;
-        let FunctionFiles { page, kick, calls, .. } = files;
+        let FunctionFiles { page, kick, call, .. } = files;
         let page = Page::of(page).expect("made for it");
         let socket = transport.socket.try_clone().map_err(|e| ClientError::System {
             what: "cannot duplicate the socket",
@@ -336,11 +328,11 @@ impl Client {
             options,
             transport: Mutex::new(transport),
             socket,
-            limits,
             number: client,
+            queues: queues as usize,
             page,
             kick,
-            calls,
+            call,
             gone: OnceLock::new(),
             status_reads: AtomicU32::new(0),
             iovas: Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K))),
@@ -362,11 +354,6 @@ impl Client {
         let _ = rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Both);
     }
 
-    /// The resource limits of this client.
-    pub fn limits(&self) -> ClientLimits {
-        self.0.limits
-    }
-
     /// The number by which the daemon identifies this client.
     pub fn number(&self) -> u64 {
         self.0.number
@@ -374,7 +361,7 @@ impl Client {
 
     /// The number of queues of the function.
     pub fn queues(&self) -> usize {
-        self.0.calls.len()
+        self.0.queues
     }
 
     /// The error with which every request fails once the connection has ended; `None` while it is open.
@@ -430,7 +417,7 @@ impl Inner {
     #[inline]
     fn queue(&self, bar: u8, offset: u64) -> Option<(usize, u64)> {
         let offset = offset.checked_sub(regs::CHANNEL_BASE).filter(|_| bar == BAR_REGISTERS)?;
-        let queue = usize::try_from(offset / regs::CHANNEL_STRIDE).ok().filter(|q| *q < self.calls.len())?;
+        let queue = usize::try_from(offset / regs::CHANNEL_STRIDE).ok().filter(|q| *q < self.queues)?;
         Some((queue, offset % regs::CHANNEL_STRIDE))
     }
 }
@@ -483,10 +470,6 @@ impl Registrar for Client {
             return Err(ClientError::BadAnswer { path: self.0.options.path.clone(), what }.into());
         };
         Ok(Mapping::new(list, lease, access))
-    }
-
-    fn pin_limit(&self) -> Option<u64> {
-        Some(self.0.limits.bytes)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
@@ -557,14 +540,12 @@ impl Mmio for Client {
         Ok(())
     }
 
-    /// Waits for the calls, and for the end of the connection.
+    /// Waits for a call, and for the end of the connection.
     fn wait(&self, timeout: Duration) -> bool {
-        let calls = &self.0.calls;
-        let fds: Vec<BorrowedFd<'_>> = calls.iter().map(AsFd::as_fd).chain([self.0.socket.as_fd()]).collect();
-        if self.0.gone.get().is_some() || !wait_for(&fds, timeout) {
+        if self.0.gone.get().is_some() || !wait_for(&[self.0.call.as_fd(), self.0.socket.as_fd()], timeout) {
             return false;
         }
-        calls.iter().for_each(socket::drain);
+        socket::drain(&self.0.call);
         self.0.check_connection();
         true
     }
@@ -616,8 +597,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct DaemonStatus {
     /// Seconds since the daemon was started.
     pub uptime: u64,
-    /// Counters since the start.
-    pub totals: Totals,
     /// Bytes of DDR in use, and in total.
     pub ddr: (u64, u64),
     /// Bytes of HBM in use, and in total.
@@ -647,8 +626,8 @@ pub fn status(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
             // Numbers increase, so the loop ends.
             Some(last) if answer.more != 0 && last.client >= first => first = last.client.saturating_add(1),
             _ => {
-                let StatusAnswer { uptime, totals, ddr, hbm, .. } = answer;
-                return Ok(DaemonStatus { uptime, totals, ddr: ddr.into(), hbm: hbm.into(), clients });
+                let StatusAnswer { uptime, ddr, hbm, .. } = answer;
+                return Ok(DaemonStatus { uptime, ddr: ddr.into(), hbm: hbm.into(), clients });
             }
         }
     }

@@ -27,7 +27,7 @@ impl Default for ClientLimits {
     }
 }
 
-/// Descriptors of a client's process without queues and buffers, with those of a message.
+/// Descriptors of a client's process without buffers, with those of a message.
 const CLIENT_DESCRIPTORS: u64 = 64 + MAX_FDS as u64;
 
 /// Configuration of a daemon.
@@ -133,8 +133,7 @@ impl Config {
     /// (`None` for no limit). `overcommit`: contents of `vm.overcommit_memory`.
     pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
         let mut warnings = Vec::new();
-        let ClientLimits { queues, buffers, .. } = self.limits;
-        let needed = CLIENT_DESCRIPTORS + u64::from(queues + buffers);
+        let needed = CLIENT_DESCRIPTORS + u64::from(self.limits.buffers);
         if let Some(have) = descriptors.filter(|have| *have < needed) {
             warnings.push(format!(
                 "a process of the daemon needs {needed} descriptors, and may have {have}; some buffers \
@@ -241,7 +240,7 @@ mod tests {
     #[test]
     fn warns_about_resource_limits() {
         let config = Config::default();
-        let needed = 64 + MAX_FDS as u64 + 2 + 256;
+        let needed = 64 + MAX_FDS as u64 + 256;
         for (descriptors, overcommit) in [(None, None), (Some(needed), Some("0\n")), (Some(1 << 20), Some("1"))] {
             assert!(config.warnings(descriptors, overcommit).is_empty(), "{descriptors:?} {overcommit:?}");
         }

@@ -150,16 +150,8 @@ impl Connection {
                 self.greeted = true;
                 // From now on it may send descriptors.
                 socket::pass_rights(&self.socket, true);
-                let answer = HelloAnswer {
-                    version: VERSION.into(),
-                    queues: limits.queues.into(),
-                    client: self.id.into(),
-                    ddr: limits.ddr.into(),
-                    hbm: limits.hbm.into(),
-                    bytes: limits.bytes.into(),
-                    buffers: limits.buffers.into(),
-                    reserved: Default::default(),
-                };
+                let answer =
+                    HelloAnswer { version: VERSION.into(), queues: limits.queues.into(), client: self.id.into() };
                 Ok(answer.as_bytes().to_vec())
             }
             ClientRequest::Open { ddr, hbm, queues } => self.open(state, (ddr, hbm), queues, std::mem::take(fds)),
@@ -239,18 +231,14 @@ impl Connection {
             }
         }
         let bad = |text: String| Refused(Code::BadDescriptor, text);
-        if fds.len() != queues as usize + 2 {
-            let text = format!("{} descriptors; a function has a register page, a kick, and {queues} calls", fds.len());
-            return Err(bad(text));
-        }
-        let mut fds = fds.into_iter();
-        let (Some(page), Some(kick)) = (fds.next(), fds.next()) else { unreachable!("counted above") };
+        let [page, kick, call] = fds.try_into().map_err(|fds: Vec<_>| {
+            bad(format!("{} descriptors; a function has a register page, a kick and a call", fds.len()))
+        })?;
         let imported = self.import(page, 2 * PAGE_BYTES as u64);
         let (page, watched) = imported.map_err(|e| bad(format!("the register page: {e}")))?;
         page.populate(0, page.len()).map_err(|e| bad(format!("the register page: {e}")))?;
         let page = Page::of(page).ok_or_else(|| bad("the register page is too short".to_owned()))?;
-        let shared = (page, kick, fds.collect());
-        let function = Function::new(limits, (ddr, hbm), shared, self.seat, &state.accounts)?;
+        let function = Function::new(limits, (ddr, hbm, queues), (page, kick, call), self.seat, &state.accounts)?;
         self.alarm.listen(&function).map_err(|e| bad(format!("the kick descriptor: {e}")))?;
         (self.function, self.page) = (Some(Arc::new(function)), watched);
         Ok(Vec::new())

@@ -1,6 +1,6 @@
 //! A function: the registers, queues and memory of the card that one client gets.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use dmalane_addr::CardAddr;
@@ -32,8 +32,9 @@ pub(crate) struct Function {
     page: Page,
     /// The client's: written to wake the daemon, and never read, since a read could block.
     kick: OwnedFd,
-    /// The client's: the daemon's ends of the socket pairs that wake the client. They receive nothing.
-    calls: Vec<OwnedFd>,
+    /// The client's: the daemon's end of the socket pair that wakes the client. It receives nothing.
+    call: OwnedFd,
+    queues: usize,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
     /// For the card's DDR and HBM.
@@ -41,16 +42,14 @@ pub(crate) struct Function {
 }
 
 impl Function {
-    /// Creates a function for the client of a seat, with its register page, its kick descriptor, and a call descriptor
-    /// for each queue.
+    /// Creates a function for the client of a seat, with its register page, its kick and its call descriptor.
     pub(crate) fn new(
         limits: &ClientLimits,
-        (ddr, hbm): (u64, u64),
-        (page, kick, calls): (Page, OwnedFd, Vec<OwnedFd>),
+        (ddr, hbm, queues): (u64, u64, u32),
+        (page, kick, call): (Page, OwnedFd, OwnedFd),
         seat: usize,
         accounts: &Accounts,
     ) -> Result<Self, Refused> {
-        let queues = calls.len() as u32;
         let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot create a function: {e}"));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
@@ -65,7 +64,7 @@ impl Function {
         };
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
         let card = SoftCard::new(memory, (queues, Workers::Inline), || host.port(), |_| {}).map_err(refused)?;
-        Ok(Self { card, host, page, kick, calls, ddr, hbm, _card_memory })
+        Ok(Self { card, host, page, kick, call, queues: queues as usize, ddr, hbm, _card_memory })
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -86,7 +85,7 @@ impl Function {
     }
 
     pub(crate) fn queues(&self) -> usize {
-        self.calls.len()
+        self.queues
     }
 
     fn register(&self, queue: usize, register: u64) -> u32 {
@@ -176,7 +175,7 @@ impl Function {
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
         if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
             // Where thousands of waiters poll the client's end, this takes long: time for which the user pays.
-            socket::call(self.calls[queue].as_fd());
+            socket::call(&self.call);
         }
         Some(stepped.cost.max(MIN_COST))
     }

@@ -49,7 +49,7 @@ fn fixed() -> Fixed {
         state: ServerState::new(config).expect("a table"),
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
-        files: FunctionFiles::new(2).expect("files"),
+        files: FunctionFiles::new().expect("files"),
     }
 }
 

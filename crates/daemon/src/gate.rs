@@ -23,7 +23,7 @@ use crate::peer::Peer;
 use crate::serving::Serving;
 use crate::socket;
 use crate::state::ServerState;
-use crate::table::{Count, Seat, timespec_of};
+use crate::table::{Seat, timespec_of};
 use crate::wire::{ClientStatus, failed};
 
 /// Connections beyond the limit, reserved for status requests of administrators.
@@ -183,7 +183,6 @@ impl<'s> Gate<'s> {
             && !(admin && connected < clients + OPERATOR_CONNECTIONS)
         {
             let (code, why) = REFUSALS[refusal];
-            table.count(Count::Refused);
             tell(&self.daemon, Some(user), &format!("refused process {pid} of user {uid}: {why}"));
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
             self.refuse(socket);

@@ -23,7 +23,7 @@ use crate::log::{Ending, tell};
 use crate::peer::Peer;
 use crate::socket::{self, Received};
 use crate::state::ServerState;
-use crate::table::{Count, timespec_of};
+use crate::table::timespec_of;
 use crate::thread::{take_time, yield_to_worker};
 use crate::wire::{ClientStatus, Code, MAX_MESSAGE, failed};
 use crate::worker::Worker;
@@ -143,7 +143,6 @@ impl<'s> Serving<'s> {
             return Err(Ending::Disconnected);
         }
         let mut fds = Vec::new();
-        let errors = self.connection.errors;
         let answer = match socket::receive(&self.connection.socket, buffer, &mut fds) {
             Ok(Received::Message(n)) => self.connection.handle(state, &buffer[..n], &mut fds),
             Ok(Received::TooMuch) => {
@@ -155,7 +154,7 @@ impl<'s> Serving<'s> {
             Ok(Received::End) => return Err(Ending::Disconnected),
             Err(_) => return Err(Ending::Failed),
         };
-        let answered = self.answer(&answer, self.connection.errors > errors);
+        let answered = self.answer(&answer);
         // This may take any time.
         drop(fds);
         state.table.charge(seat, take_time());
@@ -163,22 +162,17 @@ impl<'s> Serving<'s> {
     }
 
     /// Sends the answer to a request.
-    fn answer(&mut self, answer: &[u8], refused: bool) -> Result<(), Ending> {
+    fn answer(&mut self, answer: &[u8]) -> Result<(), Ending> {
         let is_new = !self.opened && self.connection.function.is_some();
         if let (true, Some(function)) = (is_new, &self.connection.function) {
             self.opened = true;
             self.worker.serve(function.clone());
-            self.state.table.count(Count::Served);
         }
         let row = self.show(false);
         if is_new {
             let ClientStatus { client, pid, uid, .. } = row;
             let text = format!("client {client}: process {pid} of user {uid}");
             tell(self.daemon, Some(self.connection.peer.user), &text);
-        }
-        self.state.table.count(Count::Requests);
-        if refused {
-            self.state.table.count(Count::Errors);
         }
         match socket::send(&self.connection.socket, answer, &[], false) {
             Ok(()) => Ok(()),

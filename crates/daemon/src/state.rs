@@ -8,7 +8,7 @@ use crate::account::Accounts;
 use crate::config::Config;
 use crate::peer::Peer;
 use crate::table::{Table, now};
-use crate::wire::{ClientStatus, MAX_ROWS, StatusAnswer, Totals};
+use crate::wire::{ClientStatus, MAX_ROWS, StatusAnswer};
 
 /// The daemon as one of its processes knows it.
 pub(crate) struct ServerState {
@@ -35,13 +35,11 @@ impl ServerState {
         let user = (!peer.admin).then_some(peer.user);
         let Accounts { ddr, hbm, .. } = &self.accounts;
         let (in_ddr, in_hbm) = (ddr.in_use(user), hbm.in_use(user));
-        let totals = if peer.admin { self.table.totals() } else { Totals::default() };
         page.sort_unstable_by_key(|row| row.client);
         let more = page.len() > MAX_ROWS;
         page.truncate(MAX_ROWS);
         let answer = StatusAnswer {
             uptime: (now() - self.started) / 1_000_000_000,
-            totals,
             ddr: [in_ddr, ddr.total()],
             hbm: [in_hbm, hbm.total()],
             more: more.into(),

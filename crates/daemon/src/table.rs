@@ -19,7 +19,7 @@ use rustix::thread::futex;
 use rustix::time::{ClockId, Timespec, clock_gettime};
 
 use crate::turns::{SEATS, Step, Turns};
-use crate::wire::{ClientStatus, Totals};
+use crate::wire::ClientStatus;
 
 /// How long a worker that was woken spins for its turn: the last step of another's.
 const SPIN: u64 = 150_000;
@@ -39,18 +39,7 @@ struct Shared {
     end: AtomicU32,
     /// Counts, for each seat, how often it may have got its turn.
     turned: [AtomicU32; SEATS],
-    totals: [AtomicU64; size_of::<Totals>() / 8],
     seats: [Seat; SEATS],
-}
-
-/// A counter of [`Totals`], by its place there.
-#[derive(Clone, Copy)]
-pub(crate) enum Count {
-    Served,
-    Released,
-    Refused,
-    Requests,
-    Errors,
 }
 
 /// Words of a row, and those that change with each step.
@@ -242,17 +231,13 @@ impl Table {
         Some(index)
     }
 
-    /// The resources of a client are released, if it is the first time that anybody says so.
+    /// The resources of a client are released.
     pub(crate) fn release(&self, seat: usize) {
-        let seat = self.seat(seat);
-        if seat.released.swap(1, Relaxed) == 0 && seat.row().queues > 0 {
-            self.count(Count::Released);
-        }
+        self.seat(seat).released.store(1, Relaxed);
     }
 
     /// Frees a seat, and what its client had taken.
     pub(crate) fn stand(&self, seat: usize) {
-        self.release(seat);
         self.turns(None, |turns| turns.leave(seat, now()));
         let seat = self.seat(seat);
         seat.taken.iter().for_each(|taken| taken.store(0, Relaxed));
@@ -277,15 +262,6 @@ impl Table {
     /// Shows what the queues of a client count.
     pub(crate) fn show_counted(&self, seat: usize, row: ClientStatus) {
         self.seat(seat).show(row, COUNTED);
-    }
-
-    /// Counts one more.
-    pub(crate) fn count(&self, what: Count) {
-        self.shared().totals[what as usize].fetch_add(1, Relaxed);
-    }
-
-    pub(crate) fn totals(&self) -> Totals {
-        zerocopy::transmute!(self.shared().totals.each_ref().map(|total| total.load(Relaxed)))
     }
 }
 

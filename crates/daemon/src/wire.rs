@@ -11,7 +11,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unali
 use crate::page::PAGE_BYTES;
 
 /// Protocol version of this crate.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// "DMLD": the first field of a hello request.
 pub const MAGIC: u64 = 0x444c_4d44;
 /// Most bytes of a message.
@@ -278,40 +278,14 @@ pub struct FailedAnswer {
 pub struct HelloAnswer {
     /// The version to use from now on.
     pub version: U32,
-    /// Limit of a client: queues.
+    /// Queues of a client, at most.
     pub queues: U32,
     /// The number of this client.
     pub client: U64,
-    /// Limit of a client: bytes of DDR.
-    pub ddr: U64,
-    /// Limit of a client: bytes of HBM.
-    pub hbm: U64,
-    /// Limit of a client: bytes of all buffers.
-    pub bytes: U64,
-    /// Limit of a client: buffers.
-    pub buffers: U32,
-    /// 0.
-    pub reserved: U32,
 }
 
 // The structures of a status answer have native integers.
 const _: () = assert!(cfg!(target_endian = "little"), "the daemon's protocol is little-endian");
-
-/// Counters of a daemon since its start.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[repr(C)]
-pub struct Totals {
-    /// Clients that have opened a function.
-    pub served: u64,
-    /// Clients among them that have disconnected and whose resources were released.
-    pub released: u64,
-    /// Connections refused: not permitted, or too many.
-    pub refused: u64,
-    /// Requests answered.
-    pub requests: u64,
-    /// Requests refused.
-    pub errors: u64,
-}
 
 /// The beginning of an answer to `Status`; a [`ClientStatus`] for each client follows.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]
@@ -319,8 +293,6 @@ pub struct Totals {
 pub struct StatusAnswer {
     /// Seconds since the daemon was started.
     pub uptime: u64,
-    /// Counters since then.
-    pub totals: Totals,
     /// Bytes of DDR in use, and in total.
     pub ddr: [u64; 2],
     /// Bytes of HBM in use, and in total.
@@ -335,30 +307,28 @@ pub struct FunctionFiles {
     pub page: SharedBuf,
     /// Written to wake the daemon.
     pub kick: OwnedFd,
-    /// For each queue, the client's end of a socket pair, which becomes readable when the daemon calls.
-    pub calls: Vec<OwnedFd>,
-    theirs: Vec<OwnedFd>,
+    /// The client's end of a socket pair, which becomes readable when the daemon calls.
+    pub call: OwnedFd,
+    theirs: OwnedFd,
 }
 
 impl FunctionFiles {
-    /// New ones for a function with this many queues.
+    /// New ones.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn new(queues: u32) -> std::io::Result<Self> {
+    pub fn new() -> std::io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let pairs = (0..queues).map(|_| socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None));
-        let (calls, theirs) = pairs.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+        let (call, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         let page = SharedBuf::sparse("dmalane-registers", PAGE_BYTES).map_err(std::io::Error::other)?;
         page.populate(0, PAGE_BYTES)?;
         let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { page, kick, calls, theirs })
+        Ok(Self { page, kick, call, theirs })
     }
 
-    /// The descriptors that `Open` carries: the page, the kick descriptor, and the daemon's end of each call.
-    pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        let page = self.page.export().expect("a memfd");
-        [page, self.kick.as_fd()].into_iter().chain(self.theirs.iter().map(AsFd::as_fd)).collect()
+    /// The descriptors that `Open` carries: the page, the kick descriptor, and the daemon's end of the call.
+    pub fn fds(&self) -> [BorrowedFd<'_>; 3] {
+        [self.page.export().expect("a memfd"), self.kick.as_fd(), self.theirs.as_fd()]
     }
 }
 
@@ -492,7 +462,7 @@ mod tests {
             )
             .is_err()
         );
-        assert_eq!((size_of::<StatusAnswer>(), size_of::<ClientStatus>(), size_of::<HelloAnswer>()), (88, 96, 48));
+        assert_eq!((size_of::<StatusAnswer>(), size_of::<ClientStatus>(), size_of::<HelloAnswer>()), (48, 96, 16));
         let status = size_of::<MessageHeader>() + size_of::<StatusAnswer>() + MAX_ROWS * size_of::<ClientStatus>();
         assert!(status <= MAX_MESSAGE, "{status}");
     }

@@ -91,9 +91,9 @@ pub use device::{BackingFiles, Counters, Device, DeviceInfo, DlpackDevice, Iommu
 pub use driver_copies::{DriverCopies, DriverCopy};
 pub use flat::FlatSpace;
 pub use memory::{BadPlacement, DeviceMemory, End, MemoryDriver, MemoryError, MemoryGrants, Placement};
-pub use no_iommu::{HostHeap, NoIommu};
+pub use no_iommu::NoIommu;
 pub use page_tables::PageTableSpace;
 pub use polled::PolledQueue;
 pub use ram::RamDevice;
 pub use region::{Region, areas};
-pub use space::{AddressSpace, AddressSpaceKind, Observer, SpaceError, without_tables};
+pub use space::{AddressSpace, AddressSpaceKind, SpaceError, without_tables};

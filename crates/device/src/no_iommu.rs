@@ -14,21 +14,12 @@ use dmalane_dma::{AnonHeap, BufferRef, Error, Heap, Mapping, PageKind, Pinned, R
 /// IOVAs are only names. No two registrations ever have the same, so that a queue can tell them apart.
 pub struct NoIommu<T = ()>(Arc<Names<T>>);
 
-/// Which host memory such a device reaches.
-pub enum HostHeap {
-    /// Any.
-    Any,
-    /// Any; the memory of this heap faster than other memory.
-    Faster(Arc<dyn Heap>),
-    /// The memory of this heap alone.
-    Only(Arc<dyn Heap>),
-}
-
 /// The names that are in use.
 struct Names<T> {
     state: Mutex<State<T>>,
     register: Box<Register<T>>,
-    heap: HostHeap,
+    /// The heap of the driver.
+    heap: Option<Arc<dyn Heap>>,
 }
 
 /// Registers a range of a buffer with a driver; dropping the result undoes that.
@@ -47,15 +38,16 @@ const SPACE: u64 = 1 << 56;
 impl NoIommu {
     /// A registrar of its own: registrations of another one are not known here. It calls no driver.
     pub fn new() -> Self {
-        Self::calling(HostHeap::Any, |_, _| Ok(()))
+        Self::calling(None, |_, _| Ok(()))
     }
 }
 
 impl<T: Send + 'static> NoIommu<T> {
     /// The same for a device whose driver registers host memory. `register` is called with each range that is mapped;
-    /// its result is dropped when the registration ends, which is when no operation uses it any more.
+    /// its result is dropped when the registration ends, which is when no operation uses it any more. `heap` is that of
+    /// a driver which reaches no other memory, or is faster with its own.
     pub fn calling(
-        heap: HostHeap,
+        heap: Option<Arc<dyn Heap>>,
         register: impl Fn(&BufferRef, Range<usize>) -> Result<T, Error> + Send + Sync + 'static,
     ) -> Self {
         let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
@@ -158,15 +150,9 @@ impl<T: Send + 'static> Registrar for NoIommu<T> {
         mapping.pinned().is_from(&self.0)
     }
 
-    fn only_own_heap(&self) -> bool {
-        matches!(self.0.heap, HostHeap::Only(_))
-    }
-
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
-        match &self.0.heap {
-            HostHeap::Any => Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at)),
-            HostHeap::Faster(heap) | HostHeap::Only(heap) => heap.clone(),
-        }
+        let any = || Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at));
+        self.0.heap.clone().unwrap_or_else(|| any())
     }
 }
 
@@ -201,7 +187,7 @@ mod tests {
     fn a_driver_holds_what_is_registered_and_its_refusal_registers_nothing() {
         let held = Arc::new(());
         let gives = held.clone();
-        let registrar = NoIommu::calling(HostHeap::Any, move |_, range| match range.len() {
+        let registrar = NoIommu::calling(None, move |_, range| match range.len() {
             4096 => Err(Error::BadLength(4096)),
             _ => Ok(gives.clone()),
         });
@@ -217,7 +203,7 @@ mod tests {
 
     #[test]
     fn a_list_has_names_in_a_row_behind_which_each_range_is_found() {
-        let registrar = NoIommu::calling(HostHeap::Any, |buffer, range| Ok((buffer.len(), range.start)));
+        let registrar = NoIommu::calling(None, |buffer, range| Ok((buffer.len(), range.start)));
         let bufs = [8192, 12288].map(|len| AnonHeap::new().allocate(len).unwrap().share());
         let pinned =
             [(0, 4096..8192), (1, 0..12288)].map(|(i, range)| registrar.pin_range(&bufs[i].reference(), range));

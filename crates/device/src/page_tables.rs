@@ -6,7 +6,7 @@ use dmalane_addr::{CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
 use dmalane_iopt::{Format, Tables};
 use dmalane_vm::{AnyVm, BindRequest, Plan, Vm};
 
-use crate::{AddressSpace, AddressSpaceKind, Observer, SpaceError};
+use crate::{AddressSpace, AddressSpaceKind, SpaceError};
 
 /// The address space of a device whose MMU walks tables of format `F` in table memory `T`.
 pub struct PageTableSpace<F: Format, T: Tables<Addr = CardAddr>> {
@@ -15,7 +15,6 @@ pub struct PageTableSpace<F: Format, T: Tables<Addr = CardAddr>> {
     invalidate: Invalidate,
     /// The device may remember translations that are gone.
     stale: bool,
-    observer: Observer,
 }
 
 type Invalidate = Box<dyn FnMut() -> Result<(), Box<dyn Error + Send + Sync>> + Send>;
@@ -31,7 +30,7 @@ impl<F: Format, T: Tables<Addr = CardAddr>> PageTableSpace<F, T> {
         invalidate: impl FnMut() -> Result<(), Box<dyn Error + Send + Sync>> + Send + 'static,
     ) -> Self {
         let free = RangeAllocator::new(vm.range(), F::GRANULE);
-        Self { vm, free, invalidate: Box::new(invalidate), stale: false, observer: Observer::default() }
+        Self { vm, free, invalidate: Box::new(invalidate), stale: false }
     }
 }
 
@@ -69,7 +68,6 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
             _ => self.vm.plan(requests.iter().cloned()).map(Plan::commit).map_err(|e| e.error),
         };
         let committed = committed.map_err(|error| self.why(error))?;
-        self.observer.see(requests);
         self.stale |= !committed.is_empty();
         if self.stale {
             (self.invalidate)().map_err(SpaceError::Invalidate)?;
@@ -86,15 +84,11 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
     fn vm(&self) -> Option<&dyn AnyVm> {
         Some(&self.vm)
     }
-
-    fn observer(&mut self) -> Option<&mut Observer> {
-        Some(&mut self.observer)
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
+    use std::sync::Arc;
 
     use dmalane_addr::{Access, SgIndex};
     use dmalane_iopt::{HeapTables, X86_64_4Level};
@@ -117,9 +111,6 @@ mod tests {
         memory.push(CardAddr::new(0), 4096).unwrap();
         memory.push(CardAddr::new(MIB), 4096).unwrap();
         let bo = Arc::new(Bo::new(1, SgIndex::from_table(&memory).unwrap()));
-        let seen = Arc::new(Mutex::new(0));
-        let counts = seen.clone();
-        assert!(space.observe(Box::new(move |requests| *counts.lock().unwrap() += requests.len())));
 
         let got = space.reserve(&memory, 8192).unwrap();
         assert_eq!(got, range, "rounded up to 2 MiB");
@@ -135,6 +126,5 @@ mod tests {
         // The second try reaches the device.
         space.release(got).unwrap();
         assert_eq!(space.reserve(&memory, 8192).unwrap(), range);
-        assert_eq!(*seen.lock().unwrap(), 3, "a bind and two unbinds");
     }
 }

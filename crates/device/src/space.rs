@@ -75,33 +75,6 @@ pub trait AddressSpace: Send {
     fn vm(&self) -> Option<&dyn AnyVm> {
         None
     }
-
-    /// The observer, which the space shows all binds and unbinds; `None` where nothing is ever bound.
-    fn observer(&mut self) -> Option<&mut Observer> {
-        None
-    }
-
-    /// Calls `see` with what is bound and unbound from now on, for example to write a trace. False where nothing is
-    /// ever bound, so that there is nothing to observe.
-    fn observe(&mut self, see: See) -> bool {
-        self.observer().map(|observer| observer.0 = Some(see)).is_some()
-    }
-}
-
-/// For implementations of [`AddressSpace`]: sees what was bound and unbound, once there is somebody to
-/// [observe](AddressSpace::observe).
-#[derive(Default)]
-pub struct Observer(Option<See>);
-
-type See = Box<dyn FnMut(&[BindRequest]) + Send>;
-
-impl Observer {
-    /// Shows it requests that were carried out.
-    pub fn see(&mut self, requests: &[BindRequest]) {
-        if let Some(see) = &mut self.0 {
-            see(requests);
-        }
-    }
 }
 
 /// The kinds of translation behind a device's virtual addresses.

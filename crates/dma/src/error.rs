@@ -48,19 +48,6 @@ pub enum Error {
         /// Bytes of a page.
         page: usize,
     },
-    /// More would be pinned at one time than is allowed.
-    #[error(
-        "cannot pin {wanted} bytes: {pinned} are pinned and the limit is {limit} (ulimit -l; raise it in \
-         /etc/security/limits.conf or LimitMEMLOCK=, or register smaller buffers)"
-    )]
-    PinLimit {
-        /// Bytes to be pinned.
-        wanted: u64,
-        /// Bytes that are already pinned.
-        pinned: u64,
-        /// Bytes that may be pinned.
-        limit: u64,
-    },
     /// The memory has no descriptor to export: it is anonymous.
     #[error("the memory has no file descriptor (memory of MemfdHeap has)")]
     NoDescriptor,

@@ -41,18 +41,8 @@ pub trait Registrar: Send + Sync {
         self.map_list(vec![pinned], access)
     }
 
-    /// Bytes of all buffers that may be pinned at one time (RLIMIT_MEMLOCK); `None` when the registrar knows no limit.
-    fn pin_limit(&self) -> Option<u64> {
-        None
-    }
-
     /// True when this registrar created the mapping. IOVAs of another registrar are meaningless here.
     fn owns(&self, mapping: &Mapping) -> bool;
-
-    /// True when it registers only buffers of its own heap: the device reaches no other host memory.
-    fn only_own_heap(&self) -> bool {
-        false
-    }
 
     /// A heap whose memory this device can reach, with pages of at most the kind `best`; `None` for the default.
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {

@@ -67,7 +67,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let client = Client::connect(ClientOptions::new(&path))?;
     println!("through the daemon: {}", there_and_back(Arc::new(client))?);
     drop(stop);
-    let totals = daemon.join().map_err(|_| "the daemon panicked")??;
-    println!("{} client served, {} released", totals.served, totals.released);
+    daemon.join().map_err(|_| "the daemon panicked")??;
     Ok(())
 }

@@ -10,9 +10,6 @@ pub struct OpenOptions {
     /// No page tables and no sparse binding, as with `,flat` in the name: addresses are card addresses, and all memory
     /// is for buffers. Other devices are so anyway, unless their name says otherwise (`cuda:0,vmm`).
     pub flat: bool,
-    /// The only group of regions ("ddr") that memory is allocated in, for a kind that has to ask for each: it asks for
-    /// little of the others.
-    pub only: Option<&'static str>,
     /// Memory may be allocated where a file or a block device that serves as device memory holds data.
     pub overwrite: bool,
     /// Operations that its user has in flight at a time, for a device that has a thread for each; `None` for what the

@@ -11,8 +11,6 @@ pub struct PciFunction {
     pub bdf: String,
     /// Vendor and device number: `10de:2204`.
     pub id: String,
-    /// Class, subclass and programming interface in 24 bits.
-    pub class: u32,
     /// The driver that is bound to it.
     pub driver: Option<String>,
     /// The IOMMU group that it is in.
@@ -21,13 +19,6 @@ pub struct PciFunction {
 
 /// The most that is read of a file: more than any of these has.
 const LIMIT: u64 = 4096;
-
-impl PciFunction {
-    /// A display controller or a processing accelerator.
-    pub fn computes(&self) -> bool {
-        matches!(self.class >> 16, 0x03 | 0x12)
-    }
-}
 
 /// All PCI devices of the machine whose `/` is at `root`, sorted. Those whose files make no sense are left out.
 pub fn devices(root: &Path) -> Vec<PciFunction> {
@@ -40,12 +31,11 @@ pub fn devices(root: &Path) -> Vec<PciFunction> {
 
 fn device(folder: &Path) -> Option<PciFunction> {
     let hex = |name: &str| u32::from_str_radix(text(&folder.join(name))?.trim().strip_prefix("0x")?, 16).ok();
-    let (vendor, model, class) = (hex("vendor")?, hex("device")?, hex("class")?);
+    let (vendor, model) = (hex("vendor")?, hex("device")?);
     let link = |name: &str| last(&fs::read_link(folder.join(name)).ok()?);
     Some(PciFunction {
         bdf: last(folder)?,
         id: format!("{vendor:04x}:{model:04x}"),
-        class,
         driver: link("driver"),
         iommu_group: link("iommu_group"),
     })

@@ -15,7 +15,7 @@ use dmalane_queue::Queue;
 use crate::difference::Difference;
 use crate::engine::{describe, workers};
 use crate::error::Error;
-use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Memory, Sink, Staging};
+use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Sink, Staging};
 use crate::input::Input;
 
 /// Bytes of a staging buffer.
@@ -87,15 +87,8 @@ pub(crate) fn digest<S: Queue<Addr = FileOffset>>(
         _ => ControlFlow::Continue(()),
     };
     let job = Job::whole(lens);
-    let result = fill::run(
-        Instant::now(),
-        Memory::Staging(&mut staging),
-        Sink::Memory,
-        &job,
-        &mut workers(inputs),
-        &options,
-        &mut watch,
-    );
+    let result =
+        fill::run(Instant::now(), Sink::Staging(&mut staging, None), &job, &mut workers(inputs), &options, &mut watch);
     let done = result.map_err(|error| describe(error, |file| (inputs[file].source.path.clone(), None)))?;
     Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
 }

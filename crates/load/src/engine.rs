@@ -44,7 +44,7 @@ pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, 
             let (path, tensor) = named(buffer, at);
             Error::Transfer { path, at, tensor, source }
         }
-        FillError::Memory { source, .. } | FillError::Map { source, .. } => Error::Memory(source),
+        FillError::Memory { source, .. } => Error::Memory(source),
         other => Error::Fill(other),
     }
 }

@@ -32,6 +32,7 @@ mod open_file;
 mod parallel;
 mod parts;
 mod pipeline;
+mod plain;
 mod read;
 mod readback;
 mod reference;
@@ -58,6 +59,7 @@ pub use model::{
 };
 pub use open_file::{OpenFile, Select};
 pub use parallel::in_parallel;
+pub use plain::plain_json;
 pub use read::{AllocRead, Read, ReadFiles, ReadMethod, ReadOptions, alloc_and_read};
 pub use reference::ReferenceRates;
 pub use report::Report;

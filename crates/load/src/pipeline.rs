@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use dmalane_addr::{Access, FileOffset};
+use dmalane_addr::FileOffset;
 use dmalane_device::Placement;
-use dmalane_queue::{DeviceAddr, Queue};
+use dmalane_queue::Queue;
 
 use crate::clock::Clocks;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
 use crate::engine::{describe, workers};
 use crate::error::Error;
-use crate::fill::{self, BufferMemory, Event, FillError, FillOptions, Filled, Job, Memory, Sink, Targets, Watch};
+use crate::fill::{self, Event, FillError, FillOptions, Filled, Job, Sink, Targets, ToDevice, Watch};
 use crate::input::Input;
 use crate::manifest::{Expected, Manifest, check, hash_regions};
 use crate::parts::{PartTargets, Parts};
@@ -62,7 +62,8 @@ impl OpenDevice {
         let places = files.iter().filter_map(|file| file.bo.as_ref()).flat_map(|bo| bo.sg().segments());
         let to_come = self.to_come(places.map(|segment| (segment.addr, segment.len)));
         let room = to_come.as_ref().map_or(Ok(()), |(new, _)| {
-            fill::ask(new.saturating_add(self.staging.to_come(largest)), fill::DEVICE_TOO).map_err(Error::from)
+            let both = "the device, whose memory is this machine's, and the buffers";
+            fill::ask(new.saturating_add(self.staging.to_come(largest)), both).map_err(Error::from)
         });
         let result = room.and_then(|()| self.stream(start, inputs, &mut files, &expected, progress));
         if let (Ok(_), Some((_, used))) = (&result, to_come) {
@@ -105,49 +106,9 @@ impl OpenDevice {
         Ok(loaded)
     }
 
-    /// As [`fill()`](fill::fill) with the device as the sink: the first byte of each buffer goes to the place with its
-    /// number. Every chunk is mapped for the device, which may only read it; this replaces [`BufferMemory::register`].
-    /// A timeline has the channels too.
-    ///
-    /// # Errors
-    /// [`FillError`], as there.
-    ///
-    /// # Panics
-    /// When there is no worker.
-    pub fn fill<S: Queue<Addr = FileOffset>>(
-        &mut self,
-        memory: BufferMemory<'_>,
-        places: &[DeviceAddr],
-        job: &Job,
-        workers: &mut [Vec<S>],
-        options: &FillOptions,
-        watch: &mut Watch<'_>,
-    ) -> Result<Filled, FillError> {
-        let of_card = |(place, len): (&DeviceAddr, &u64)| match place {
-            DeviceAddr::Card(at) => Some((*at, *len)),
-            DeviceAddr::Va(_) => None,
-        };
-        let to_come = self.to_come(places.iter().zip(&job.buffers).filter_map(of_card));
-        let registrar = self.registrar().clone();
-        // A moment before the job begins: less than a timeline shows.
-        options.epoch(Instant::now()).into_iter().for_each(|epoch| self.record_channels(epoch));
-        let beside = to_come.as_ref().map_or(0, |(new, _)| *new);
-        let memory = BufferMemory { register: Some((&*registrar, Access::READ)), beside, ..memory };
-        let (polled, processors) = (self.info.polled, self.info.processors);
-        let sink = Sink::Device { polled, processors, queue: &mut self.queue, targets: &places };
-        let mut filled = fill::fill(memory, sink, job, workers, options, watch)?;
-        if let Some((_, used)) = to_come {
-            self.used = used;
-        }
-        if let Some(timeline) = &mut filled.report.timeline {
-            timeline.tracks.extend(self.channel_tracks());
-        }
-        Ok(filled)
-    }
-
-    /// As [`OpenDevice::fill`], through the staging buffers, of at most `limit` bytes and of no less than
-    /// [`Staging::bounds`](crate::fill::Staging::bounds): `targets` says where the bytes of each buffer go, and none stay
-    /// on the host.
+    /// As [`fill()`](fill::fill), through the staging buffers, of at most `limit` bytes and of no less than
+    /// [`Staging::bounds`](crate::fill::Staging::bounds), onto the device: `targets` says where the bytes of each buffer
+    /// go.
     pub(crate) fn fill_staged<S: Queue<Addr = FileOffset>>(
         &mut self,
         (targets, limit): (&dyn Targets, u64),
@@ -156,19 +117,18 @@ impl OpenDevice {
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
-        let start = Instant::now();
         let Self { queue, info, staging, .. } = self;
         // Of full length at once, so that they are registered once, however small what is read first is.
         staging.prepare(u64::MAX);
         staging.keep_within(limit);
         fill::ask(staging.to_come(u64::MAX), "the staging buffers")?;
-        let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
-        let done = fill::run(start, Memory::Staging(staging), sink, job, workers, options, watch);
-        if done.is_err() {
+        let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
+        let filled = fill::fill(Sink::Staging(staging, Some(to)), job, workers, options, watch);
+        if filled.is_err() {
             // Slots may be incomplete now.
             self.staging.clear();
         }
-        Ok(done?.filled(start, job, workers.len()))
+        filled
     }
 
     /// Gives each tensor its place on the device and its device virtual address, as [`OpenDevice::load`] does, and
@@ -243,9 +203,10 @@ impl OpenDevice {
         let hash_regions = (!expected.is_empty()).then(|| Arc::new(hash_regions(expected)));
         let options = FillOptions { hash_regions, ..options.fill.clone() };
         let targets = &PartTargets { files: placed, parts: &parts };
-        let sink = Sink::Device { queue, polled: info.polled, processors: info.processors, targets };
+        let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
+        let sink = Sink::Staging(staging, Some(to));
         let mut workers = workers(inputs);
-        let result = fill::run(start, Memory::Staging(staging), sink, job, &mut workers, &options, &mut watch);
+        let result = fill::run(start, sink, job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }

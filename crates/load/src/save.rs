@@ -3,13 +3,14 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Permissions};
 use std::io::{self, ErrorKind, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, CWD, FallocateFlags, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
+use tempfile::NamedTempFile;
 
 use crate::Error;
 use crate::direct::DirectWriter;
@@ -186,34 +187,35 @@ impl Target {
             let e = io::Error::from(e);
             io::Error::new(e.kind(), format!("{}: {e}", parent.display()))
         })?;
-        let old = match rustix::fs::statat(&folder, &name, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => Some(stat),
-            Err(Errno::NOENT) => None,
-            Err(e) => return Err(e.into()),
-        };
-        old.as_ref().map_or(Ok(()), |stat| output.may_replace(stat))?;
-        Ok(Self { folder, name, old })
+        let mut target = Self { folder, name, old: None };
+        target.old = target.look()?;
+        target.old.as_ref().map_or(Ok(()), |stat| output.may_replace(stat))?;
+        Ok(target)
     }
 
     /// The mode of a file that replaces `old`: its own, but nothing for a group that the mode was not made for.
     fn mode(&self, old: &Stat, same_group: bool) -> u32 {
         let mode = old.st_mode & 0o777;
         // The bits of the group are the mask of an access control list, which the new file has not.
-        let path = Path::new("/proc/self/fd").join(self.folder.as_raw_fd().to_string()).join(&self.name);
-        let listed = rustix::fs::lgetxattr(path, "system.posix_acl_access", &mut [0; 1024]);
+        let listed = rustix::fs::lgetxattr(self.in_folder(&self.name), "system.posix_acl_access", &mut [0; 1024]);
         match same_group && matches!(listed, Err(Errno::NODATA | Errno::OPNOTSUPP)) {
             true => mode,
             false => (mode & 0o707) | (mode & ((mode & 0o007) << 3)),
         }
     }
 
-    /// A name beside the target.
-    fn beside(&self, attempt: u32) -> OsString {
-        let mut name = OsString::from(".");
-        // A file name has at most 255 bytes.
-        name.push(OsStr::from_bytes(&self.name.as_bytes()[..self.name.len().min(200)]));
-        name.push(format!(".dmalane-{}-{attempt}", std::process::id()));
-        name
+    /// What has the name now.
+    fn look(&self) -> io::Result<Option<Stat>> {
+        match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok(Some(stat)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// A name in the directory that is open, whatever has its path meanwhile.
+    fn in_folder(&self, name: impl AsRef<Path>) -> PathBuf {
+        Path::new("/proc/self/fd").join(self.folder.as_raw_fd().to_string()).join(name)
     }
 }
 
@@ -282,127 +284,55 @@ fn trust(link: &Path, folder: &Path, meta: &fs::Metadata, last: bool) -> io::Res
     Err(io::Error::new(ErrorKind::PermissionDenied, why))
 }
 
-/// A file being written that has no name yet where the file system can do that, so that nothing is left of it however
-/// this process ends; elsewhere a hidden one beside the target.
+/// A file being written, hidden beside the target, and removed on drop.
 struct Saving<'a> {
     output: &'a Output,
+    // Dropped before the directory is closed.
+    file: NamedTempFile,
     target: Target,
-    file: File,
-    /// Its name, where it needs one; removed on drop.
-    named: Option<OsString>,
 }
 
 impl<'a> Saving<'a> {
     fn begin(output: &'a Output) -> io::Result<Self> {
         let target = Target::find(output)?;
         // rw-rw-rw- less the umask, as any new file. One that replaces another is nobody else's before it has its mode.
-        let mode = Mode::from_raw_mode(if target.old.is_some() { 0o600 } else { 0o666 });
-        let flags = OFlags::RDWR | OFlags::CLOEXEC;
-        let (file, named) = match rustix::fs::openat(&target.folder, ".", flags | OFlags::TMPFILE, mode) {
-            // It gets its name through /proc.
-            Ok(fd) if rustix::fs::access(in_proc(&fd), Access::EXISTS).is_ok() => (fd, None),
-            // Kernels and file systems without unnamed files say so in several ways.
-            _ => create_beside(&target, flags, mode).map(|(fd, name)| (fd, Some(name)))?,
-        };
-        let this = Self { output, target, file: file.into(), named };
-        if let Some(old) = &this.target.old {
+        let mode = Permissions::from_mode(if target.old.is_some() { 0o600 } else { 0o666 });
+        let mut prefix = OsString::from(".");
+        // A file name has at most 255 bytes.
+        prefix.push(OsStr::from_bytes(&target.name.as_bytes()[..target.name.len().min(200)]));
+        prefix.push(".dmalane-");
+        let file = tempfile::Builder::new().prefix(&prefix).permissions(mode).tempfile_in(target.in_folder(""))?;
+        if let Some(old) = &target.old {
             // Only root may give files away; who may not keeps what is his, in the file's group if it is one of his.
-            let _ = fchown(&this.file, Some(old.st_uid), None);
-            let same_group = fchown(&this.file, None, Some(old.st_gid)).is_ok();
-            let mode = this.target.mode(old, same_group);
-            this.file.set_permissions(Permissions::from_mode(mode))?;
+            let _ = fchown(&file, Some(old.st_uid), None);
+            let same_group = fchown(&file, None, Some(old.st_gid)).is_ok();
+            let mode = target.mode(old, same_group);
+            file.as_file().set_permissions(Permissions::from_mode(mode))?;
         }
-        Ok(this)
+        Ok(Self { output, file, target })
     }
 
     fn file(&mut self) -> &mut File {
-        &mut self.file
+        self.file.as_file_mut()
     }
 
     /// Gives the file its name, when all of it is on the disk: after a power cut there is the old file or the new one.
-    fn finish(mut self) -> io::Result<()> {
-        self.file.sync_all()?;
-        self.place()?;
+    fn finish(self) -> io::Result<()> {
+        let Self { output, target, file } = self;
+        file.as_file().sync_all()?;
+        // A file may have come there meanwhile.
+        target.look()?.map_or(Ok(()), |stat| output.may_replace(&stat))?;
+        let to = target.in_folder(&target.name);
+        let placed = if output.replace { file.persist(to) } else { file.persist_noclobber(to) };
+        placed.map_err(|e| match e.error.kind() {
+            ErrorKind::AlreadyExists => io::Error::new(ErrorKind::AlreadyExists, "it exists already"),
+            _ => e.error,
+        })?;
         // The new file has its name, and is whole, whatever this says.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let _ = rustix::fs::openat(&self.target.folder, ".", flags, Mode::empty()).and_then(rustix::fs::fsync);
+        let _ = rustix::fs::openat(&target.folder, ".", flags, Mode::empty()).and_then(rustix::fs::fsync);
         Ok(())
     }
-
-    fn place(&mut self) -> io::Result<()> {
-        let (folder, name) = (self.target.folder.as_fd(), &self.target.name);
-        // A file may have come there meanwhile.
-        match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => self.output.may_replace(&stat)?,
-            Err(Errno::NOENT) => {}
-            Err(e) => return Err(e.into()),
-        }
-        let temporary = match self.named.take() {
-            Some(named) => named,
-            None => {
-                let source = in_proc(&self.file);
-                let link = |name: &OsStr| rustix::fs::linkat(CWD, &source, folder, name, AtFlags::SYMLINK_FOLLOW);
-                if !self.output.replace {
-                    return link(name).map_err(exists);
-                }
-                // A link cannot replace a file, a rename can.
-                (0..100)
-                    .map(|attempt| self.target.beside(attempt))
-                    .find_map(|beside| match link(&beside) {
-                        Err(Errno::EXIST) => None,
-                        other => Some(other.map(|()| beside)),
-                    })
-                    .unwrap_or(Err(Errno::EXIST))?
-            }
-        };
-        let renamed = match self.output.replace {
-            true => rustix::fs::renameat(folder, &temporary, folder, name),
-            false => {
-                match rustix::fs::renameat_with(folder, &temporary, folder, name, RenameFlags::NOREPLACE) {
-                    // A file system that cannot do that.
-                    Err(Errno::INVAL) => rustix::fs::linkat(folder, &temporary, folder, name, AtFlags::empty())
-                        .and_then(|()| rustix::fs::unlinkat(folder, &temporary, AtFlags::empty())),
-                    other => other,
-                }
-            }
-        };
-        if renamed.is_err() {
-            self.named = Some(temporary);
-        }
-        renamed.map_err(exists)
-    }
-}
-
-impl Drop for Saving<'_> {
-    fn drop(&mut self) {
-        if let Some(name) = &self.named {
-            let _ = rustix::fs::unlinkat(&self.target.folder, name, AtFlags::empty());
-        }
-    }
-}
-
-/// The name of an open file in /proc.
-fn in_proc(file: &impl AsRawFd) -> String {
-    format!("/proc/self/fd/{}", file.as_raw_fd())
-}
-
-fn exists(errno: Errno) -> io::Error {
-    match errno {
-        Errno::EXIST => io::Error::new(ErrorKind::AlreadyExists, "it exists already"),
-        other => other.into(),
-    }
-}
-
-fn create_beside(target: &Target, flags: OFlags, mode: Mode) -> Result<(OwnedFd, OsString), Errno> {
-    let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
-    for attempt in 0..100 {
-        let name = target.beside(attempt);
-        match rustix::fs::openat(&target.folder, &name, flags, mode) {
-            Err(Errno::EXIST) => {}
-            other => return other.map(|fd| (fd, name)),
-        }
-    }
-    Err(Errno::EXIST)
 }
 
 #[cfg(test)]

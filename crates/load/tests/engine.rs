@@ -11,17 +11,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use dmalane_addr::{Access, CardAddr, FileOffset};
+use dmalane_addr::{CardAddr, FileOffset};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Device, RamDevice};
 use dmalane_dma::{AnonHeap, PageKind};
-use dmalane_load::fill::{BufferMemory, Event, FillOptions, Job, Sink, fill};
+use dmalane_load::fill::{BufferMemory, Event, FillOptions, Job, Sink, Staging, ToDevice, fill};
 use dmalane_load::{DriveOptions, Input, OpenDevice, OpenFile, Placement, Stage};
 use dmalane_queue::{
     Capabilities, Completion, DeviceAddr, Limits, Operation, Queue, QueueChoice, Refusal, Refused, Ticket,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
-use script::{Random, Script, noise};
+use script::{Places, Random, Script, noise};
 use twox_hash::XxHash3_64;
 
 /// A safetensors file with tensors of random sizes, some of them empty.
@@ -150,49 +150,46 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
         let heap = AnonHeap::starting_at(PageKind::Base);
         let inner = device(random);
         let mut device = OpenDevice::new(inner, DriveOptions::default()).unwrap();
-        let to: Vec<_> = sources
-            .iter()
-            .map(|s| DeviceAddr::Card(device.memory_mut().reserve((s.len() as u64).max(1)).unwrap().first()))
-            .collect();
+        let place = |s: &Arc<Vec<u8>>| device.memory_mut().reserve((s.len() as u64).max(1)).unwrap().first();
+        let to = Places(sources.iter().map(place).map(DeviceAddr::Card).collect());
         let (registrar, on_device) = (device.registrar().clone(), random.below(2) == 0);
         let (polled, processors) = (device.info().polled, device.info().processors);
         let mut go = |_| ControlFlow::Continue(());
-        let (memory, sink) = match on_device {
-            true => {
-                let register = Some((&*registrar, Access::READ));
-                let memory = BufferMemory { register, ..BufferMemory::of(&heap) };
-                (memory, Sink::Device { queue: device.queue_mut(), polled, processors, targets: &&to[..] })
-            }
-            false => (BufferMemory::of(&heap), Sink::Memory),
+        let mut staging = Staging::new(Arc::new(AnonHeap::new()), registrar, 1 + random.below(100_000));
+        let sink = match on_device {
+            true => Sink::Staging(
+                &mut staging,
+                Some(ToDevice { queue: device.queue_mut(), polled, processors, targets: &to }),
+            ),
+            false => Sink::Memory(BufferMemory::of(&heap)),
         };
-        let filled = fill(memory, sink, &job, &mut workers, &options, &mut go).unwrap();
-        for ((source, buffer), to) in sources.iter().zip(&filled.buffers).zip(to) {
+        let filled = fill(sink, &job, &mut workers, &options, &mut go).unwrap();
+        assert_eq!(filled.buffers.len(), if on_device { 0 } else { sources.len() });
+        for (source, buffer) in sources.iter().zip(&filled.buffers) {
             let mut have = vec![1; source.len()];
             buffer.as_volatile_slice().read(&mut have);
             assert!(have == **source, "seed {seed}: in memory");
             assert_eq!(buffer.checksum(), options.checksum.then(|| XxHash3_64::oneshot(source)));
-            if on_device && !source.is_empty() {
-                have.fill(1);
-                device.read(to, &mut have).unwrap();
-                assert!(have == **source, "seed {seed}: on the device");
-            }
+        }
+        for (source, to) in sources.iter().zip(to.0).filter(|(source, _)| on_device && !source.is_empty()) {
+            let mut have = vec![1; source.len()];
+            device.read(to, &mut have).unwrap();
+            assert!(have == **source, "seed {seed}: on the device");
         }
     }
 }
 
-/// The track that hashed, of a job that goes to a device.
-fn hashed_by(len: usize, block: u64, processors: usize, hash_thread: Option<bool>) -> String {
+/// The track that hashed, of a job that goes to a device through staging buffers of `buffer` bytes.
+fn hashed_by(len: usize, buffer: u64, processors: usize, hash_thread: Option<bool>) -> String {
     let source = Arc::new(vec![7; len]);
     let mut workers = [vec![Script::new(source.clone(), 3, 1, Vec::new())]];
     let mut device = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
-    let to = [DeviceAddr::Card(CardAddr::new(0))];
-    let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
-    let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(&heap) };
-    let sink = Sink::Device { queue: device.queue_mut(), polled: true, processors, targets: &&to[..] };
-    let options = FillOptions { checksum: true, block, hash_thread, timeline: true, ..FillOptions::default() };
-    let job = Job::whole(&[len as u64]);
-    let filled = fill(memory, sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap();
-    assert_eq!(filled.buffers[0].checksum(), Some(XxHash3_64::oneshot(&source)));
+    let targets = &Places(vec![DeviceAddr::Card(CardAddr::new(0))]);
+    let mut staging = Staging::new(Arc::new(AnonHeap::new()), device.registrar().clone(), buffer);
+    let to = ToDevice { queue: device.queue_mut(), polled: true, processors, targets };
+    let options = FillOptions { checksum: true, hash_thread, timeline: true, ..FillOptions::default() };
+    let (sink, job) = (Sink::Staging(&mut staging, Some(to)), Job::whole(&[len as u64]));
+    let filled = fill(sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap();
     let timeline = filled.report.timeline.unwrap();
     let hashes = |track: &&dmalane_load::Track| track.work.iter().any(|span| span.stage == Stage::Checksum);
     timeline.tracks.iter().find(hashes).unwrap().name.clone()
@@ -229,7 +226,7 @@ fn a_thread_hashes_what_a_worker_does_not_get_to() {
             std::thread::sleep(if held_up(&event) { pause } else { Duration::ZERO });
             ControlFlow::Continue(())
         };
-        let filled = fill(BufferMemory::of(&heap), Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
+        let filled = fill(Sink::Memory(BufferMemory::of(&heap)), &job, &mut workers, &options, &mut watch).unwrap();
         assert_eq!(filled.buffers[0].checksum(), Some(XxHash3_64::oneshot(&source)));
         let tracks = filled.report.timeline.unwrap().tracks;
         let hashes = |track: &dmalane_load::Track| track.work.iter().any(|span| span.stage == Stage::Checksum);
@@ -246,12 +243,11 @@ fn a_place_that_does_not_exist_is_an_error() {
     let source = noise(1, 100_000);
     let mut workers = [vec![Script::new(source, 3, 1, Vec::new())]];
     let mut device = OpenDevice::new(Box::new(RamDevice::new(1 << 20).unwrap()), DriveOptions::default()).unwrap();
-    let to = [DeviceAddr::Card(CardAddr::new((1 << 20) - 5000))];
-    let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
-    let memory = BufferMemory { register: Some((&*registrar, Access::READ)), ..BufferMemory::of(&heap) };
-    let sink = Sink::Device { queue: device.queue_mut(), polled: true, processors: 0, targets: &&to[..] };
-    let job = Job::whole(&[100_000]);
-    let failed = fill(memory, sink, &job, &mut workers, &FillOptions::default(), &mut |_| ControlFlow::Continue(()));
+    let targets = &Places(vec![DeviceAddr::Card(CardAddr::new((1 << 20) - 5000))]);
+    let mut staging = Staging::new(Arc::new(AnonHeap::new()), device.registrar().clone(), 2 << 20);
+    let to = ToDevice { queue: device.queue_mut(), polled: true, processors: 0, targets };
+    let (sink, job) = (Sink::Staging(&mut staging, Some(to)), Job::whole(&[100_000]));
+    let failed = fill(sink, &job, &mut workers, &FillOptions::default(), &mut |_| ControlFlow::Continue(()));
     assert!(failed.unwrap_err().to_string().contains("on its way to the device"));
 }
 

@@ -60,7 +60,7 @@ fn round(seed: u64, sources: &[std::sync::Arc<Vec<u8>>], heap: &dyn Heap) {
         ..FillOptions::default()
     };
     let failed =
-        fill(BufferMemory::of(heap), Sink::Memory, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()))
+        fill(Sink::Memory(BufferMemory::of(heap)), &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()))
             .unwrap_err();
     let FillError::Read { source_index, at, error } = &failed else { panic!("seed {seed}: {failed:?}") };
     assert_eq!(*source_index, faulty, "seed {seed}");

@@ -57,7 +57,7 @@ fn any_job_gives_what_the_slow_version_gives() {
             ControlFlow::Continue(())
         };
         let memory = BufferMemory { direct: random.below(4) > 0, ..BufferMemory::of(heap) };
-        let filled = fill(memory, Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
+        let filled = fill(Sink::Memory(memory), &job, &mut workers, &options, &mut watch).unwrap();
         assert_eq!(arrived, job.bytes());
         assert!(complete.iter().all(|c| *c), "every extent is reported");
         recycled += usize::from(filled.report.recycled);
@@ -134,7 +134,7 @@ fn direct_reads_into_small_pages_behind_a_memfd_land_elsewhere() {
         let options = FillOptions { chunk: 40_960, block: 8192, ..FillOptions::default() };
         let memory = BufferMemory { direct, ..BufferMemory::of(heap) };
         let watch = &mut |_| ControlFlow::Continue(());
-        let filled = fill(memory, Sink::Memory, &job, &mut workers, &options, watch).unwrap();
+        let filled = fill(Sink::Memory(memory), &job, &mut workers, &options, watch).unwrap();
         assert_eq!(filled.report.recycled, again, "case {i}");
         let cpu = filled.buffers.into_iter().next().unwrap().into_shared().into_cpu().unwrap();
         assert!(cpu[..200_000] == **source && cpu[200_000..].iter().all(|b| *b == 0), "case {i}");
@@ -150,7 +150,7 @@ fn jobs_that_contradict_themselves() {
     let run = |job: &Job| {
         let mut workers = [vec![Script::new(source.clone(), 2, 1, Vec::new())]];
         let heap = AnonHeap::new();
-        fill(BufferMemory::of(&heap), Sink::Memory, job, &mut workers, &FillOptions::default(), &mut |_| {
+        fill(Sink::Memory(BufferMemory::of(&heap)), job, &mut workers, &FillOptions::default(), &mut |_| {
             ControlFlow::Continue(())
         })
         .map(|_| ())
@@ -185,7 +185,7 @@ fn stopped_by_the_watch_and_by_the_clock() {
         let job = Job::whole(&[200_000]);
         let mut seen = 0;
         let mut workers: Vec<_> = (0..workers).map(|_| channels()).collect();
-        let stopped = fill(BufferMemory::of(&heap), Sink::Memory, &job, &mut workers, &options, &mut |event| {
+        let stopped = fill(Sink::Memory(BufferMemory::of(&heap)), &job, &mut workers, &options, &mut |event| {
             if let Event::Arrived { len, .. } = event {
                 seen += len;
             }
@@ -196,7 +196,7 @@ fn stopped_by_the_watch_and_by_the_clock() {
         assert_eq!(heap.stats().live, 0);
         let past = FillOptions { time_limit: Some(Duration::ZERO), ..options };
         let late =
-            fill(BufferMemory::of(&heap), Sink::Memory, &job, &mut workers, &past, &mut |_| ControlFlow::Continue(()));
+            fill(Sink::Memory(BufferMemory::of(&heap)), &job, &mut workers, &past, &mut |_| ControlFlow::Continue(()));
         assert!(matches!(late, Err(FillError::Deadline { of: 200_000, .. })), "{late:?}");
         assert_eq!(heap.stats().live, 0);
     }

@@ -8,16 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use dmalane_addr::{Access, CardAddr};
+use dmalane_addr::CardAddr;
 use dmalane_dma::{AnonHeap, DeviceMem, Heap, HeldMem, MemfdHeap, PageKind, Pool};
 use dmalane_load::Stage;
-use dmalane_load::fill::{BufferMemory, Event, Extent, FillError, FillOptions, Filled, Job, Sink, Watch, fill};
+use dmalane_load::fill::{Event, Extent, FillError, FillOptions, Filled, Job, Sink, Staging, ToDevice, Watch, fill};
 use dmalane_queue::{
     Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
 };
 use dmalane_sim::{DevicePort, HostConfig, SoftHost};
-use script::{Fault, Random, Script, naive, noise, random_job};
-use twox_hash::XxHash3_64;
+use script::{Fault, Places, Random, Script, naive, noise, random_job};
 
 /// The fault when a byte of the device's memory is written.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -163,8 +162,10 @@ type Sources = Vec<Arc<Vec<u8>>>;
 /// A job with a card behind it, and where on the card its buffers go.
 struct Case<'a> {
     host: &'a SoftHost,
+    /// Bytes of a staging buffer.
+    staging: u64,
     card: Card,
-    to: Vec<DeviceAddr>,
+    to: Places,
     first: Vec<u64>,
     inline: bool,
 }
@@ -181,30 +182,28 @@ impl<'a> Case<'a> {
         let broken = broken.map(|(buffer, offset, how)| (first[buffer] + offset, how));
         Self {
             host,
+            staging: 64 << 10,
             card: Card::new(host, next as usize, seed, broken),
-            to: first.iter().map(|at| DeviceAddr::Card(CardAddr::new(*at))).collect(),
+            to: Places(first.iter().map(|at| DeviceAddr::Card(CardAddr::new(*at))).collect()),
             first,
             inline: seed.is_multiple_of(2),
         }
     }
 
-    /// `saw` is called with every event. Nothing stays mapped.
+    /// `saw` is called with every event.
     fn run(
         &mut self,
-        heap: &dyn Heap,
+        heap: Arc<dyn Heap>,
         job: &Job,
         workers: &mut [Vec<Script>],
         options: &FillOptions,
         saw: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
-        let Self { host, card, to, inline, .. } = self;
-        let memory = BufferMemory { register: Some((*host, Access::READ)), ..BufferMemory::of(heap) };
-        let sink = Sink::Device { queue: card, polled: *inline, processors: 0, targets: &&to[..] };
-        let mut filled = fill(memory, sink, job, workers, options, saw)?;
-        for (mappings, buffer) in std::mem::take(&mut filled.mappings).iter().zip(&filled.buffers) {
-            let bytes: u64 = mappings.iter().map(|mapping| mapping.mapping().span().len()).sum();
-            assert_eq!(bytes, buffer.shared().len() as u64, "all of the buffer is mapped");
-        }
+        let Self { host, staging, card, to, inline, .. } = self;
+        let mut staging = Staging::new(heap, Arc::new(host.clone()), *staging);
+        let to = ToDevice { queue: card, polled: *inline, processors: 0, targets: to };
+        let filled = fill(Sink::Staging(&mut staging, Some(to)), job, workers, options, saw)?;
+        assert!(filled.buffers.is_empty(), "nothing stays here");
         Ok(filled)
     }
 }
@@ -228,10 +227,10 @@ fn options(random: &mut Random, checksum: bool) -> FillOptions {
 fn the_device_gets_every_buffer() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let sources: Sources = (0..3).map(|i| noise(i, 50_000)).collect();
-    let heaps: &[&dyn Heap] = &[
-        &AnonHeap::starting_at(PageKind::Base),
-        &MemfdHeap::starting_at(PageKind::Base),
-        &Pool::new(AnonHeap::new(), 1 << 20),
+    let heaps: [Arc<dyn Heap>; 3] = [
+        Arc::new(AnonHeap::starting_at(PageKind::Base)),
+        Arc::new(MemfdHeap::starting_at(PageKind::Base)),
+        Arc::new(Pool::new(AnonHeap::new(), 1 << 20)),
     ];
     for seed in 0..400 {
         let mut random = Random(seed);
@@ -240,6 +239,7 @@ fn the_device_gets_every_buffer() {
         let mut workers = workers(&mut random, &sources, &[]);
         let (there, complete) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let mut case = Case::new(&host, &job, seed, None);
+        case.staging = 4096 * (1 + random.below(16));
         let mut missing: Vec<u64> = job.extents.iter().map(|e| e.len).collect();
         let mut saw = |event: Event| {
             match event {
@@ -259,7 +259,8 @@ fn the_device_gets_every_buffer() {
             }
             ControlFlow::Continue(())
         };
-        let filled = case.run(heaps[seed as usize % heaps.len()], &job, &mut workers, &options, &mut saw).unwrap();
+        let filled =
+            case.run(heaps[seed as usize % heaps.len()].clone(), &job, &mut workers, &options, &mut saw).unwrap();
         let Case { card, first, .. } = case;
         let wanted = naive(&job, &sources);
         let bytes: u64 = job.buffers.iter().sum();
@@ -267,11 +268,8 @@ fn the_device_gets_every_buffer() {
         let moved = filled.report.stages.iter().find(|s| s.stage == Stage::Transfer).map_or(0, |s| s.bytes);
         assert_eq!(moved, bytes);
         let mut expected = vec![0xee; card.memory.len()];
-        for ((first, want), buf) in first.iter().zip(&wanted).zip(filled.buffers) {
+        for (first, want) in first.iter().zip(&wanted) {
             expected[*first as usize..][..want.len()].copy_from_slice(want);
-            assert_eq!(buf.checksum(), options.checksum.then(|| XxHash3_64::oneshot(want)));
-            let cpu = buf.into_shared().into_cpu().expect("no registration is left");
-            assert!(cpu[..want.len()] == *want && cpu[want.len()..].iter().all(|b| *b == 0));
         }
         assert!(card.memory == expected, "seed {seed}: the device has the buffers, and nothing else was written");
     }
@@ -279,28 +277,28 @@ fn the_device_gets_every_buffer() {
 }
 
 #[test]
-fn transfers_begin_while_memory_is_still_allocated() {
+fn transfers_begin_while_later_bytes_are_read() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let sources: Sources = vec![noise(5, 400_000)];
     let job = Job::whole(&[400_000]);
     for checksum in [false, true] {
         let options = FillOptions { chunk: 16384, block: 8192, checksum, ..FillOptions::default() };
-        let (allocated, first) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (arrived, first) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let mut case = Case::new(&host, &job, 3, None);
         let mut saw = |event: Event| {
             match event {
-                Event::Allocated { len, .. } => drop(allocated.fetch_add(len as usize, Ordering::Relaxed)),
+                Event::Arrived { len, .. } => drop(arrived.fetch_add(len as usize, Ordering::Relaxed)),
                 Event::OnDevice { .. } if first.load(Ordering::Relaxed) == 0 => {
-                    first.store(allocated.load(Ordering::Relaxed), Ordering::Relaxed);
+                    first.store(arrived.load(Ordering::Relaxed), Ordering::Relaxed);
                 }
                 _ => {}
             }
             ControlFlow::Continue(())
         };
         let mut workers = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
-        case.run(&AnonHeap::starting_at(PageKind::Base), &job, &mut workers, &options, &mut saw).unwrap();
+        case.run(Arc::new(AnonHeap::starting_at(PageKind::Base)), &job, &mut workers, &options, &mut saw).unwrap();
         let first = first.into_inner();
-        assert!(first > 0 && first < 200_000, "the device had bytes when {first} of 400000 were allocated");
+        assert!(first > 0 && first < 200_000, "the device had bytes when {first} of 400000 had arrived");
     }
 }
 
@@ -310,7 +308,8 @@ fn transfers_begin_while_memory_is_still_allocated() {
 fn faults_in_the_middle() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let sources: Sources = vec![noise(8, 150_000), noise(9, 150_000)];
-    let heaps: &[&dyn Heap] = &[&AnonHeap::starting_at(PageKind::Base), &Pool::new(AnonHeap::new(), 1 << 20)];
+    let heaps: [Arc<dyn Heap>; 2] =
+        [Arc::new(AnonHeap::starting_at(PageKind::Base)), Arc::new(Pool::new(AnonHeap::new(), 1 << 20))];
     let mut in_the_middle = 0;
     for seed in 0..500 {
         let mut random = Random(seed);
@@ -338,8 +337,8 @@ fn faults_in_the_middle() {
             4 => FillOptions { time_limit: Some(Duration::from_micros(stop_after / 200)), ..options },
             _ => options,
         };
-        let heap = heaps[seed as usize % heaps.len()];
-        let result = case.run(heap, &job, &mut workers, &options, &mut saw);
+        let heap = &heaps[seed as usize % heaps.len()];
+        let result = case.run(heap.clone(), &job, &mut workers, &options, &mut saw);
         match (what, &result) {
             (0, Err(FillError::Read { error: OpError::Io { errno: 5, at }, .. })) => assert_eq!(at.bits(), place),
             (1, Err(FillError::Transfer { buffer: b, offset, error: OpError::Device { status: 7 } })) => {
@@ -367,7 +366,7 @@ fn what_hangs_keeps_its_memory() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let sources: Sources = vec![noise(8, 100_000)];
     let job = Job::whole(&[100_000]);
-    let heap = AnonHeap::starting_at(PageKind::Base);
+    let heap = Arc::new(AnonHeap::starting_at(PageKind::Base));
     for hash_thread in [None, Some(true)] {
         // Long enough to read 100 kB and to hand them on, and too short for the timeout.
         let (timeout, time_limit) = (Duration::from_secs(2), Some(Duration::from_millis(600)));
@@ -383,7 +382,8 @@ fn what_hangs_keeps_its_memory() {
         };
         let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
         let mut workers = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
-        let late = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+        let late =
+            case.run(heap.clone(), &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
         // Everything was read, and the device does not have everything.
         assert!(matches!(late, FillError::Deadline { of: 100_000, .. }), "{late:?}");
         assert_eq!(case.card.in_flight(), 1);
@@ -398,7 +398,7 @@ fn a_device_that_ends_nothing_is_stopped() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let sources: Sources = vec![noise(8, 100_000)];
     let job = Job::whole(&[100_000]);
-    let heap = AnonHeap::starting_at(PageKind::Base);
+    let heap = Arc::new(AnonHeap::starting_at(PageKind::Base));
     for (lets_go, workers, checksum) in
         [(false, 1, false), (true, 1, false), (true, 3, false), (true, 1, true), (false, 3, true)]
     {
@@ -417,7 +417,8 @@ fn a_device_that_ends_nothing_is_stopped() {
         case.card.lets_go = lets_go;
         let mut workers: Vec<_> =
             (0..workers).map(|_| vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]).collect();
-        let error = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+        let error =
+            case.run(heap.clone(), &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
         let FillError::Transfer { buffer: 0, error: OpError::Stopped(reason), .. } = &error else {
             panic!("{error:?}")
         };
@@ -430,24 +431,13 @@ fn a_device_that_ends_nothing_is_stopped() {
 }
 
 #[test]
-fn what_cannot_go_there_is_refused() {
+fn a_buffer_without_a_place_is_refused() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
-    let source: Sources = vec![noise(8, 10_000)];
+    let mut workers = vec![vec![Script::new(noise(8, 10_000), 2, 1, Vec::new())]];
     let job = Job::whole(&[10_000]);
-    let heap = AnonHeap::starting_at(PageKind::Base);
-    let run = |to: &[DeviceAddr], registered: bool| {
-        let mut card = Card::new(&host, 20_000, 1, None);
-        let memory = BufferMemory { register: registered.then_some((&host, Access::READ)), ..BufferMemory::of(&heap) };
-        let sink = Sink::Device { queue: &mut card, polled: true, processors: 0, targets: &to };
-        let mut workers = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
-        let options = FillOptions::default();
-        let failed = fill(memory, sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()));
-        assert_eq!(card.in_flight(), 0);
-        failed.unwrap_err()
-    };
-    let error = run(&[], true);
-    assert_eq!(error.to_string(), "1 buffers are to go to 0 places on the device");
-    let error = run(&[DeviceAddr::Card(CardAddr::new(0))], false);
-    let refused = OpError::Refused(Refusal::NotRegistered);
-    assert!(matches!(error, FillError::Transfer { buffer: 0, offset: 0, error } if error == refused));
+    let mut case = Case::new(&host, &job, 1, None);
+    case.to = Places(Vec::new());
+    let (heap, options) = (Arc::new(AnonHeap::new()), FillOptions::default());
+    let refused = case.run(heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+    assert_eq!(refused.to_string(), "1 buffers are to go to 0 places on the device");
 }

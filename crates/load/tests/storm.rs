@@ -140,7 +140,7 @@ struct FailingBus(SoftBus);
 impl Registrar for FailingBus {
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         match FAULTS.pin.fires() {
-            true => Err(Error::PinLimit { wanted: range.len() as u64, pinned: 0, limit: 0 }),
+            true => Err(Error::OutOfFrames { wanted: range.len() as u64, limit: 0 }),
             false => self.0.pin_range(buffer, range),
         }
     }
@@ -150,10 +150,6 @@ impl Registrar for FailingBus {
             true => Err(Error::OutOfFrames { wanted: 1, limit: 0 }),
             false => self.0.map_list(pinned, access),
         }
-    }
-
-    fn pin_limit(&self) -> Option<u64> {
-        self.0.pin_limit()
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

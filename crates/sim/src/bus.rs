@@ -55,10 +55,6 @@ impl<F: Format, M: Format> Registrar for SoftBus<F, M> {
         self.host.map_list(pinned, access)
     }
 
-    fn pin_limit(&self) -> Option<u64> {
-        self.host.pin_limit()
-    }
-
     fn owns(&self, mapping: &Mapping) -> bool {
         self.host.owns(mapping)
     }

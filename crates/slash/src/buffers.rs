@@ -7,7 +7,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dmalane_device::{HostHeap, NoIommu};
+use dmalane_device::NoIommu;
 use dmalane_dma::{DriverHeap, Error as DmaError};
 
 use crate::Error;
@@ -100,7 +100,7 @@ pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
 /// single ones, whatever is asked for.
 pub(crate) fn registrar(buffers: &Arc<Buffers>) -> NoIommu {
     let finds = buffers.clone();
-    NoIommu::calling(HostHeap::Only(Arc::new(heap(buffers))), move |buffer, range| {
+    NoIommu::calling(Some(Arc::new(heap(buffers))), move |buffer, range| {
         let found = finds.find(buffer.address(), range.end);
         found.map(drop).ok_or_else(|| DmaError::Backend(Box::new(Error::Foreign)))
     })

@@ -117,17 +117,6 @@ impl Registrar for VfioBus {
         self.device.container().map_list(pinned, access)
     }
 
-    /// The bytes that are mapped plus those that may still be locked; no limit for a process with `CAP_IPC_LOCK`.
-    fn pin_limit(&self) -> Option<u64> {
-        const CAP_IPC_LOCK: u32 = 14;
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let effective = status.lines().find_map(|l| u64::from_str_radix(l.strip_prefix("CapEff:")?.trim(), 16).ok());
-        match effective.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 == 1) {
-            true => None,
-            false => dma::memlock_left().map(|left| left.saturating_add(self.device.container().mapped_bytes())),
-        }
-    }
-
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.device.container().0)
     }

@@ -13,9 +13,6 @@ use crate::{BindRequest, Bo, Committed, Error, Handles, Invalidate, Mapped, Plan
 
 /// A [`Vm`] of any format, for callers that choose the format at run time. Each function is that of the VM.
 pub trait AnyVm {
-    /// The name of the page-table format.
-    fn format(&self) -> &'static str;
-
     /// The format's smallest page.
     fn granule(&self) -> PageSize;
 
@@ -27,12 +24,6 @@ pub trait AnyVm {
     /// # Errors
     /// As of these; the VM is as it was.
     fn apply(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Committed<CardAddr>, PlanError>;
-
-    /// Checks requests as [`apply`](Self::apply) does; changes nothing.
-    ///
-    /// # Errors
-    /// As of [`Vm::plan`].
-    fn check(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<(), PlanError>;
 
     /// [`Vm::plan_array`] and commit; where `reserved` is true, as [`Vm::plan_reserved`].
     ///
@@ -113,10 +104,6 @@ pub fn any_vm(
 }
 
 impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
-    fn format(&self) -> &'static str {
-        self.facts().name
-    }
-
     fn granule(&self) -> PageSize {
         F::GRANULE
     }
@@ -127,10 +114,6 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
 
     fn apply(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Committed<CardAddr>, PlanError> {
         Ok(self.plan_batch(requests, reserved)?.commit())
-    }
-
-    fn check(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<(), PlanError> {
-        self.plan_batch(requests, reserved).map(drop)
     }
 
     fn apply_array(

@@ -207,19 +207,15 @@ pub enum Reason {
     Vm(#[from] Error),
 }
 
-crate::errno::named!(Reason);
-
 impl Reason {
-    fn name_and_number(&self) -> (&'static str, Errno) {
+    /// The number that kernels give for it, or that comes nearest.
+    pub fn errno(&self) -> Errno {
         match self {
-            Self::Stride { .. } => ("stride", Errno::Inval),
-            Self::Short { .. } => ("short_array", Errno::Fault),
-            Self::UnknownField { .. } => ("unknown_field", Errno::TooBig),
-            Self::UnknownFlags { .. } => ("unknown_flags", Errno::Inval),
-            Self::NotZero { .. } => ("not_zero", Errno::Inval),
-            Self::NoAccess => ("no_access", Errno::Inval),
-            Self::NoHandle { .. } => ("no_bo", Errno::NoEnt),
-            Self::Vm(error) => (error.name(), error.errno()),
+            Self::Stride { .. } | Self::UnknownFlags { .. } | Self::NotZero { .. } | Self::NoAccess => Errno::Inval,
+            Self::Short { .. } => Errno::Fault,
+            Self::UnknownField { .. } => Errno::TooBig,
+            Self::NoHandle { .. } => Errno::NoEnt,
+            Self::Vm(error) => error.errno(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Errors by name and by number.
+//! Errors by number.
 
 use crate::Error;
 
@@ -54,46 +54,18 @@ impl Errno {
     }
 }
 
-/// Gives an error type a name and a number, from its `name_and_number`.
-macro_rules! named {
-    ($error:ty) => {
-        impl $error {
-            /// A name for programs, which stays when the message changes: `beyond_bo`.
-            pub fn name(&self) -> &'static str {
-                self.name_and_number().0
-            }
-
-            /// The number that kernels give for it, or that comes nearest.
-            pub fn errno(&self) -> Errno {
-                self.name_and_number().1
-            }
-        }
-    };
-}
-pub(crate) use named;
-
-named!(Error);
-
 impl Error {
-    fn name_and_number(&self) -> (&'static str, Errno) {
+    /// The number that kernels give for it, or that comes nearest.
+    pub fn errno(&self) -> Errno {
         match self {
-            Self::Empty { .. } => ("empty", Errno::Inval),
-            Self::Wraps { .. } => ("wraps", Errno::Overflow),
-            Self::Misaligned { .. } => ("misaligned", Errno::Inval),
-            Self::MisalignedOffset { .. } => ("misaligned_offset", Errno::Inval),
-            Self::OutsideVm { .. } => ("outside_vm", Errno::Range),
-            Self::Reserved { .. } => ("reserved", Errno::Perm),
-            Self::NoReserved { .. } => ("no_reserved", Errno::Perm),
-            Self::NoNullPage { .. } => ("no_null_page", Errno::NotSup),
-            Self::NullPage { .. } => ("bad_null_page", Errno::Inval),
-            Self::RepeatPage { .. } => ("bad_repeat", Errno::Inval),
-            Self::BoTooLarge { .. } => ("bo_too_large", Errno::TooBig),
-            Self::BeyondBo { .. } => ("beyond_bo", Errno::Range),
-            Self::Segment { .. } => ("bad_segment", Errno::Inval),
-            Self::Unsupported { .. } => ("unsupported_access", Errno::NotSup),
-            Self::NoTables { .. } => ("no_tables", Errno::NoMem),
-            Self::NoMemory { .. } => ("no_memory", Errno::NoMem),
-            Self::New { .. } => ("bad_vm", Errno::Inval),
+            Self::Empty { .. } | Self::Misaligned { .. } | Self::MisalignedOffset { .. } => Errno::Inval,
+            Self::NullPage { .. } | Self::RepeatPage { .. } | Self::Segment { .. } | Self::New { .. } => Errno::Inval,
+            Self::Wraps { .. } => Errno::Overflow,
+            Self::OutsideVm { .. } | Self::BeyondBo { .. } => Errno::Range,
+            Self::Reserved { .. } | Self::NoReserved { .. } => Errno::Perm,
+            Self::NoNullPage { .. } | Self::Unsupported { .. } => Errno::NotSup,
+            Self::BoTooLarge { .. } => Errno::TooBig,
+            Self::NoTables { .. } | Self::NoMemory { .. } => Errno::NoMem,
         }
     }
 }

@@ -28,8 +28,7 @@
 #![no_std]
 
 extern crate alloc;
-#[cfg(any(test, feature = "trace"))]
-#[cfg_attr(not(feature = "trace"), allow(unused_imports))]
+#[cfg(test)]
 #[macro_use]
 extern crate std;
 
@@ -48,8 +47,6 @@ mod records;
 mod request;
 mod segments;
 mod slots;
-#[cfg(feature = "trace")]
-pub mod trace;
 mod vm;
 mod words;
 

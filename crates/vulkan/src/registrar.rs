@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use dmalane_device::{HostHeap, NoIommu};
-use dmalane_dma::{BufferRef, DriverHeap, DriverMemory, Error as DmaError};
+use dmalane_device::NoIommu;
+use dmalane_dma::{BufferRef, DriverHeap, DriverMemory, Error as DmaError, Heap};
 
 use crate::error::Error;
 use crate::gpu::{Buffer, Gpu};
@@ -29,14 +29,12 @@ pub(crate) struct Import {
 pub(crate) fn importer(gpu: &Arc<Gpu>) -> Importer {
     let imports = Arc::new(Imports { gpu: gpu.clone(), own: Mutex::default() });
     let of = |e| DmaError::Backend(Box::new(e));
-    let heap = match gpu.import_align() {
-        Some(_) => HostHeap::Any,
-        None => {
-            let imports = imports.clone();
-            let allocate = move |len| imports.allocate(len).map_err(of);
-            HostHeap::Only(Arc::new(DriverHeap::new("the GPU driver's host memory", allocate)))
-        }
+    let driver = || -> Arc<dyn Heap> {
+        let imports = imports.clone();
+        let allocate = move |len| imports.allocate(len).map_err(of);
+        Arc::new(DriverHeap::new("the GPU driver's host memory", allocate))
     };
+    let heap = gpu.import_align().is_none().then(driver);
     NoIommu::calling(heap, move |memory, range| imports.import(memory, range).map_err(of))
 }
 

@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockRea
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
-use dmalane_device::{AddressSpace, AddressSpaceKind, Observer, SpaceError, without_tables};
+use dmalane_device::{AddressSpace, AddressSpaceKind, SpaceError, without_tables};
 use dmalane_vm::BindRequest;
 
 use crate::error::{CallError, Error};
@@ -331,7 +331,6 @@ pub(crate) fn binds_left() -> u64 {
 pub(crate) struct SparseSpace {
     map: Arc<SparseMap>,
     memory: Arc<GpuMemory>,
-    observer: Observer,
 }
 
 fn driver(e: impl Into<Error>) -> SpaceError {
@@ -344,7 +343,7 @@ fn refused(e: Error) -> SpaceError {
 
 impl SparseSpace {
     pub fn new(map: &Arc<SparseMap>, memory: &Arc<GpuMemory>) -> Self {
-        Self { map: map.clone(), memory: memory.clone(), observer: Observer::default() }
+        Self { map: map.clone(), memory: memory.clone() }
     }
 }
 
@@ -408,17 +407,12 @@ impl AddressSpace for SparseSpace {
         }
         made?;
         drop(state);
-        self.observer.see(requests);
         Ok(())
     }
 
     fn settle(&mut self) -> Result<(), SpaceError> {
         let last = self.map.lock().last;
         self.map.wait(last).map_err(driver)
-    }
-
-    fn observer(&mut self) -> Option<&mut Observer> {
-        Some(&mut self.observer)
     }
 }
 

@@ -399,7 +399,6 @@ fn where_import_is_refused_the_driver_allocates_host_memory() {
     let mut device = opened.unwrap();
     let notes = device.info().notes.join("\n");
     assert!(notes.contains("the driver refuses it (vkGetMemoryHostPointerPropertiesEXT failed"), "{notes}");
-    assert!(device.registrar().only_own_heap());
     use_all(&mut device).unwrap();
     drop(device);
     assert_eq!(left(&live), [0; 5]);

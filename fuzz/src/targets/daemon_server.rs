@@ -46,7 +46,7 @@ fn fixed() -> &'static Fixed {
         let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
         let unsealed = rustix::fs::memfd_create("unsealed", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
-        let files = FunctionFiles::new(2).expect("files");
+        let files = FunctionFiles::new().expect("files");
         Fixed { path, memfds: [4096, 64 << 10, 2 << 20].map(memfd).into(), wrong: vec![unsealed, event], files }
     })
 }

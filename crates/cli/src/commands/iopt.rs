@@ -2,6 +2,7 @@
 
 mod formats;
 mod image;
+mod number;
 mod report;
 mod source;
 mod spec;
@@ -12,11 +13,11 @@ use std::process::ExitCode;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use dmalane::iopt::FormatId;
-use dmalane::vm::trace::Number;
 
 use crate::failure::Failure;
 use crate::output::{self, Outputs};
 
+use number::Number;
 pub use source::FORMAT;
 use source::ImageSource;
 

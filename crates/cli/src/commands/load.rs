@@ -1,6 +1,5 @@
 //! `dmalane load`: files into device memory.
 
-mod record;
 mod report;
 mod sample;
 
@@ -8,14 +7,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::file::FileQueue;
 use dmalane::load::{BadAlign, CONTAINERS, DriveOptions, Error, Input, Manifest, ModelSet, Select, TensorAlign};
 use dmalane::queue::QueueChoice;
 use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, Placement};
 
-use crate::device;
+use crate::device::{self, Consent};
 use crate::failure::Failure;
 use crate::model;
 use crate::output::{self, Outputs};
@@ -24,7 +22,6 @@ use crate::room::LoadRoom;
 use crate::runs::{self, MeasuredRuns, RunOptions};
 use crate::size::Size;
 use crate::source::{self, Copied};
-use record::Recording;
 use report::{Outcome, Run};
 
 const EXAMPLES: &str = "\
@@ -40,7 +37,6 @@ Examples:
   dmalane load model.safetensors --manifest model.manifest     check while loading
   zcat model.safetensors.gz | dmalane load -
   dmalane load weights.bin --buffered --chunk 4MiB
-  dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane load model.safetensors --trace out.json --report out.html    what was done when
   dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
   dmalane load model.safetensors -d vfio-user:/tmp/card   see dmalane card serve --help
@@ -93,7 +89,7 @@ pub(crate) struct Load {
     tensors: Vec<glob::Pattern>,
 
     /// Print what would be loaded where, and load nothing
-    #[arg(long, conflicts_with_all = ["verify", "manifest", "record", "trace", "report", "repeat", "cold"])]
+    #[arg(long, conflicts_with_all = ["verify", "manifest", "trace", "report", "repeat", "cold"])]
     dry_run: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
@@ -116,28 +112,25 @@ pub(crate) struct Load {
     #[arg(long, value_name = "SIZE", value_parser = align, help_heading = "Device")]
     align: Option<TensorAlign>,
 
-    /// Write a trace of the binds to this file, for `dmalane vm replay`
-    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
-    #[arg(help_heading = "Outputs")]
-    record: Option<PathBuf>,
-
     #[command(flatten)]
     run: RunOptions,
+
+    #[command(flatten, next_help_heading = "Device")]
+    consent: Consent,
 }
 
 impl Load {
     /// Loads, and prints the result.
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
-        self.run.consent.check(&self.device)?;
+        self.consent.check(&self.device)?;
         let named: Vec<PathBuf> = self.files.iter().chain(&self.run.manifest).cloned().collect();
         source::check(&named)?;
         let set = model::set(&self.files)?;
         self.files = set.files.iter().map(|file| file.path.clone()).collect();
-        let written = [("--record", self.record.as_ref())].into_iter().chain(self.run.timeline.paths());
         // A file that is read is named as such before anybody is told to use --force.
         let read = output::named_files(named.iter().chain(&self.files));
-        let outputs = Outputs::new(self.run.replace, written)?.excluding(&read)?;
+        let outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
         let mut copied = Copied::default();
@@ -164,15 +157,14 @@ impl Load {
         let (mut all, mut cold) = (Vec::new(), None);
         for _ in 1..self.run.repeat {
             self.run.drop_cached(inputs.iter().map(|input| &input.source), &mut cold)?;
-            all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, false)?);
+            all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest)?);
             // A device may be open once.
             drop(device);
             device = device::open(&self.device, &options)?;
         }
         self.run.drop_cached(inputs.iter().map(|input| &input.source), &mut cold)?;
-        all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest, outputs.has("--record"))?);
+        all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest)?);
         let walls: Vec<_> = all.iter().map(|run| run.loaded.report.wall).collect();
-        let trace = all.last_mut().and_then(|run| run.recorded.take());
         let run = all.swap_remove(runs::median(&walls));
         let runs = MeasuredRuns {
             command: "load",
@@ -181,7 +173,6 @@ impl Load {
             cold,
             stages: report::stages(&run.loaded),
             copied,
-            verified: self.verify,
             manifest: self.run.manifest.clone(),
         };
         let (spec, left_out) = (self.device.clone(), set.left_out);
@@ -203,11 +194,8 @@ impl Load {
             bar.finish();
         }
         // What was found out is told, whatever becomes of the files.
-        let written = outputs.write("--record", " (the files are loaded)", || Ok(trace.unwrap_or_default()));
-        let written = written.and_then(|()| {
-            let about = (&*outcome.device.to_string(), &*report::answer(&outcome), report::files(&outcome));
-            outcome.runs.write(&outputs, outcome.run.loaded.report.timeline.as_ref(), about)
-        });
+        let about = (&*outcome.device.to_string(), &*report::answer(&outcome), report::files(&outcome));
+        let written = outcome.runs.write(&outputs, outcome.run.loaded.report.timeline.as_ref(), about);
         let text = || report::text(&outcome, self.run.format.verbose, self.list);
         let told = output::tell(self.run.format.json, || report::json(&outcome), text)?;
         measured.and(written).map(|()| told)
@@ -237,7 +225,7 @@ impl Load {
                 fill: self.run.fill(DriveOptions::default().fill),
                 ..DriveOptions::default()
             },
-            ..self.run.consent.open_options()
+            ..self.consent.open_options()
         }
     }
 
@@ -248,9 +236,7 @@ impl Load {
         room: &LoadRoom<'_>,
         inputs: &mut [Input<FileQueue>],
         manifest: &Manifest,
-        record: bool,
     ) -> Result<Run, Failure> {
-        let recording = record.then(|| Recording::of(device)).transpose()?;
         let before = device.counters().touched;
         let bar = Progress::new("load", self.run.format.shows_progress());
         bar.set_length(match !self.run.hashes() && !self.tensors.is_empty() {
@@ -268,7 +254,6 @@ impl Load {
         let counters = device.counters();
         let iommu = counters.iommu;
         let touched = counters.touched.zip(before).map(|(now, then)| now.saturating_sub(then));
-        let recorded = recording.map(Recording::finish).transpose()?;
         if self.verify {
             let bar = Progress::new("verify", self.run.format.shows_progress());
             bar.set_length(loaded.report.bytes);
@@ -279,7 +264,6 @@ impl Load {
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         Ok(Run {
             loaded,
-            recorded,
             space: device.address_space().kind(),
             backing: device.staging_backing().cloned(),
             iommu,
@@ -359,8 +343,8 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.run.mode.mode()), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.open_options().drive.fill.chunk, &load.record), (16 << 20, &None));
-        assert!(!(load.verify || load.run.consent.overwrite || load.list) && load.run.repeat == 1);
+        assert_eq!(load.open_options().drive.fill.chunk, 16 << 20);
+        assert!(!(load.verify || load.consent.overwrite || load.list) && load.run.repeat == 1);
         let format = load.run.format;
         assert!(!(format.verbose || format.json || format.quiet));
     }
@@ -369,14 +353,14 @@ mod tests {
     fn every_option() {
         let load = load(
             "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
-             --record trace --json -q --list",
+             --trace trace --json -q --list",
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.run.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.open_options().drive.fill.chunk, 2 << 20);
         assert_eq!(load.placement, Placement::HBM);
-        assert_eq!(load.record, Some("trace".into()));
+        assert_eq!(load.run.timeline.trace, Some("trace".into()));
         assert!(load.verify && load.list);
         assert!(load.run.format.verbose && load.run.format.json && load.run.format.quiet);
     }
@@ -399,7 +383,7 @@ mod tests {
             "a -d file:",
             "--sample 0",
             "--sample 4095",
-            "a --record -",
+            "a --trace -",
             "a -d soft,ddr=257GiB",
             "a -d soft,hbm=274877906945",
             "a --repeat 0",

@@ -1,11 +1,9 @@
 //! `dmalane read`: files into DMA-ready memory.
 
-mod device;
 mod export;
 mod report;
 
 use std::ffi::OsString;
-use std::fs::Metadata;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -14,11 +12,10 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::load::fill::{Event, Extent, FillOptions, FilledBuf, Job};
-use dmalane::load::{DriveOptions, Manifest, in_parallel};
-use dmalane::{DeviceSpec, OpenFile, OpenOptions, ReadFiles, ReadOptions};
+use dmalane::load::fill::{Event, Extent, FilledBuf, Job};
+use dmalane::load::{Manifest, in_parallel};
+use dmalane::{OpenFile, ReadFiles, ReadOptions};
 
-use crate::device as opening;
 use crate::failure::Failure;
 use crate::layout::fit;
 use crate::model;
@@ -27,7 +24,6 @@ use crate::progress::Progress;
 use crate::range::Range;
 use crate::runs::{self, MeasuredRuns, MeasuredStage, RunOptions};
 use crate::source::{self, Copied};
-use device::ReadTarget;
 use report::{Outcome, ReadFile, Run};
 
 const EXAMPLES: &str = "\
@@ -39,7 +35,6 @@ Examples:
   dmalane read model.bin --repeat 5              the stages of the median run
   dmalane read model.bin --repeat 5 --cold       the same from the disk, and the average
   dmalane read model.bin --trace read.json --report read.html  what was done when
-  dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
   dmalane read model.bin --export fd -- sh -c 'head -c $DMALANE_SIZE /dev/fd/$DMALANE_FD | wc -c'
   zcat model.bin.gz | dmalane read -
 
@@ -51,10 +46,7 @@ cannot be run.";
 
 /// Read files into DMA-ready memory while it is being allocated.
 #[derive(Args)]
-#[command(
-    after_help = EXAMPLES,
-    mut_arg("overwrite", |arg| arg.requires("device"))
-)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Read {
     /// Files to read, or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE", required = true)]
@@ -72,14 +64,6 @@ pub(crate) struct Read {
     #[arg(long, help_heading = "Memory")]
     dma_buf: bool,
 
-    #[arg(short, long, value_parser = opening::NAME, hide_possible_values = true)]
-    #[arg(help = opening::help("Map each chunk for this device and transfer it while the rest is read"))]
-    device: Option<DeviceSpec>,
-
-    /// Read the data back from the device and compare it
-    #[arg(long, requires = "device")]
-    verify: bool,
-
     /// Read only these bytes of each file, such as 0..4096, 1GiB.. or ..1MiB
     #[arg(long, value_name = "START..END", conflicts_with = "manifest", help_heading = "Reading")]
     range: Option<Range>,
@@ -88,7 +72,7 @@ pub(crate) struct Read {
     ///
     /// Its number is in DMALANE_FD, its bytes in DMALANE_SIZE (for several files, lists with spaces), and memfd or
     /// dma-buf in DMALANE_KIND.
-    #[arg(long, value_enum, requires = "command", conflicts_with_all = ["device", "repeat"])]
+    #[arg(long, value_enum, requires = "command", conflicts_with = "repeat")]
     #[arg(help_heading = "To another process")]
     export: Option<ExportAs>,
 
@@ -126,24 +110,18 @@ impl Read {
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(self.files.iter().chain(&self.run.manifest))?;
         let files = model::files(&self.files)?;
-        if let Some(spec) = &self.device {
-            self.run.consent.check(spec)?;
-        }
-        let mut picked = self.pick_heap()?;
+        let picked = self.pick_heap()?;
         let mut copied = Copied::default();
         let sources = open_all(&files, &mut copied)?;
         let read = output::named_files(self.files.iter().chain(&files).chain(&self.run.manifest));
-        let mut outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
+        let outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
         let manifest = model::manifest(self.run.manifest.as_deref())?;
         let (mut all, mut buffers, mut cold) = (Vec::new(), Vec::new(), None);
         for _ in 0..self.run.repeat {
             self.run.drop_cached(&sources, &mut cold)?;
             // Every run gets new memory, without that of the run before.
             buffers.clear();
-            let (mut run, filled) = self.once(&*picked.heap, &sources, &manifest, &read, &mut outputs)?;
-            if let Some(heap) = run.heap.take() {
-                picked = Picked { heap, passed_over: Vec::new() };
-            }
+            let (run, filled) = self.once(&*picked.heap, &sources, &manifest)?;
             all.push(run);
             buffers = filled;
         }
@@ -160,12 +138,10 @@ impl Read {
             cold,
             stages: run.report.stages.iter().map(|s| MeasuredStage::new(*s, whole)).collect(),
             copied,
-            verified: self.verify,
             manifest: self.run.manifest,
         };
-        let outcome = Outcome { picked, run, runs, device: self.device };
-        let device = outcome.device.as_ref().map_or(String::new(), DeviceSpec::to_string);
-        let about = (&*device, &*report::answer(&outcome), report::files(&outcome));
+        let outcome = Outcome { picked, run, runs };
+        let about = ("", &*report::answer(&outcome), report::files(&outcome));
         let written = outcome.runs.write(&outputs, outcome.run.report.timeline.as_ref(), about);
         let output::OutputFormat { verbose, json, .. } = self.run.format;
         let text = match json {
@@ -184,14 +160,12 @@ impl Read {
         written.map(|()| ExitCode::SUCCESS)
     }
 
-    /// Reads once, and checks what a device got, whose files are excluded from the outputs. Gives the buffers too.
+    /// Reads once. Gives the buffers too.
     fn once(
         &self,
         heap: &dyn Heap,
         sources: &[OpenFile],
         manifest: &Manifest,
-        inputs: &[(PathBuf, Metadata)],
-        outputs: &mut Outputs,
     ) -> Result<(Run, Vec<FilledBuf>), Failure> {
         let bar = Progress::new("read", self.run.format.shows_progress());
         let sizes = sources.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>().map_err(model::failure)?;
@@ -209,16 +183,7 @@ impl Read {
             job.buffers.push(len);
         }
         bar.set_length(job.bytes());
-        let mut target = None;
-        if let Some(spec) = &self.device {
-            let opened = ReadTarget::open(spec, &self.open_options(), inputs, &job.buffers)?;
-            *outputs = outputs.clone().excluding(&output::device_files(opened.device.backing_files())?)?;
-            target = Some(opened);
-        }
-        let registrar = target.as_ref().map(|target| target.device.registrar());
-        let own = registrar.filter(|r| self.heap == HeapKind::Auto && r.only_own_heap());
-        let own = own.map(|r| r.heap(Some(self.pages)));
-        let mut read = dmalane::Read::sources(sources.iter().map(OpenFile::again).collect())
+        let read = dmalane::Read::sources(sources.iter().map(OpenFile::again).collect())
             .job(job)
             .options(self.options())
             .manifest(manifest)
@@ -228,26 +193,14 @@ impl Read {
                 }
                 ControlFlow::Continue(())
             });
-        if let Some(ReadTarget { device, to }) = &mut target {
-            read = read.copy_to_device(device, to);
-        }
-        let read = read.into_memory(own.as_deref().unwrap_or(heap));
+        let read = read.into_memory(heap);
         let failed = |e| model::differs("the read failed", &e).unwrap_or_else(|| model::failure(e));
         let ReadFiles { filled, methods } = read.map_err(failed)?;
         bar.finish();
-        let mut notes = Vec::new();
-        let mappings = target.is_some().then(|| filled.mappings.iter().map(Vec::len).sum());
-        if let Some(mut target) = target {
-            if self.verify {
-                target.verify(&filled)?;
-            }
-            notes = target.device.notes();
-        }
         let segments = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
         let files = sources.iter().zip(&filled.buffers).zip(methods);
         let run = Run {
             segments: segments.map(|runs| Some(runs?.segment_count() as u64)).sum(),
-            mappings,
             files: files
                 .map(|((source, buffer), method)| ReadFile {
                     path: source.path.clone(),
@@ -257,22 +210,8 @@ impl Read {
                 })
                 .collect(),
             report: filled.report,
-            heap: own,
-            notes,
         };
         Ok((run, filled.buffers))
-    }
-
-    /// How the device is opened.
-    fn open_options(&self) -> OpenOptions {
-        OpenOptions {
-            drive: DriveOptions {
-                fill: FillOptions { timeline: self.run.timeline.any(), ..DriveOptions::default().fill },
-                ..DriveOptions::default()
-            },
-            only: Some("ddr"),
-            ..self.run.consent.open_options()
-        }
     }
 
     fn options(&self) -> ReadOptions {
@@ -284,9 +223,7 @@ impl Read {
     }
 
     fn pick_heap(&self) -> Result<Picked, Failure> {
-        let shareable =
-            self.export.is_some() || self.device.as_ref().is_some_and(|spec| spec.kind().served_by().is_some());
-        let dma_buf = self.dma_buf;
+        let (shareable, dma_buf) = (self.export.is_some(), self.dma_buf);
         let needs = Needs { shareable, dma_buf, pages: Some(self.pages) };
         let heap: Arc<dyn Heap> = match self.heap {
             HeapKind::Auto => {

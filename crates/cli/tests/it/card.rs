@@ -107,8 +107,6 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     }
     let text = card.says(&["load", "--sample", "1MiB", "-v", "--chunk", "64KiB"], 0);
     assert!(text.contains("IOMMU      in the process that serves it: vfio-user:"), "{text}");
-    let text = card.says(&["read", path, "--verify"], 0);
-    assert!(text.contains("onto vfio-user:") && text.contains("compared, equal"), "{text}");
     let text = card.says(&["load", "--sample", "65MiB", "--placement", "hbm-half"], 1);
     // Lines end where the path of the socket leaves room.
     assert!(text.split_whitespace().collect::<Vec<_>>().join(" ").contains("32 MiB for a file"), "{text}");
@@ -121,10 +119,8 @@ fn no_card_at_the_socket_is_an_error_with_a_hint() {
     let card = Served::new();
     std::fs::remove_file(card.dir.path().join("card")).unwrap();
     // A file that is not there is told before any card is looked for.
-    for verb in ["load", "read"] {
-        let text = card.says(&[verb, "/nonexistent/typo.safetensors"], 1);
-        assert!(text.contains("cannot open /nonexistent/typo.safetensors"), "{text}");
-    }
+    let text = card.says(&["load", "/nonexistent/typo.safetensors"], 1);
+    assert!(text.contains("cannot open /nonexistent/typo.safetensors"), "{text}");
     for verb in [&["load", "--sample", "1MiB"][..], &["validate"]] {
         let text = card.says(verb, 1);
         assert!(text.contains("cannot connect to") && text.contains("hint: `dmalane card serve --vfio-user"), "{text}");

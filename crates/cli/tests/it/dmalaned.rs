@@ -1,13 +1,9 @@
 //! The daemon's program as its users meet it.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::Access;
@@ -15,9 +11,7 @@ use dmalane::card::regs::BAR_MEMORY;
 use dmalane::daemon::{Client, ClientOptions};
 use dmalane::dma::{Mmio, Registrar};
 use dmalane::queue::Registered;
-use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::Value;
 
 use crate::group::Group;
@@ -111,7 +105,7 @@ fn it_serves_until_it_is_told_to_end() {
     assert_eq!(second.status.code(), Some(1));
     assert!(text(&second.stderr).contains("another process is listening"));
     let json: Value = serde_json::from_slice(&run(&["status", "--socket", socket, "--json"]).stdout).unwrap();
-    assert_eq!((&json["schema"], &json["command"], &json["served"]), (&1.into(), &"status".into(), &1.into()));
+    assert_eq!((&json["schema"], &json["command"]), (&2.into(), &"status".into()));
     let row = &json["clients"][0];
     assert_eq!(json["clients"].as_array().unwrap().len(), 1);
     assert_eq!((&row["pid"], &row["ddr_bytes"]), (&std::process::id().into(), &(64 << 20).into()));
@@ -120,7 +114,7 @@ fn it_serves_until_it_is_told_to_end() {
     assert!(text(&shown.stdout).contains("DDR 64 MiB of 32 GiB") && text(&shown.stdout).contains("1 MiB"));
     let output = end(child, Signal::TERM);
     assert_eq!(output.status.code(), Some(0));
-    assert!(text(&output.stderr).contains("1 clients served, 1 released"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("stopped"), "{}", text(&output.stderr));
     assert!(client.gone().is_some() && !path.exists());
 }
 
@@ -139,63 +133,6 @@ fn what_clients_would_meet_is_said_at_the_start() {
         said.contains("dmalaned: warning: a process of the daemon needs") && said.contains("and may have 300"),
         "{said}"
     );
-}
-
-/// Waits for a process that ends by itself.
-fn ended(mut child: Child) -> std::process::ExitStatus {
-    let begun = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status;
-        }
-        if begun.elapsed() > LONG {
-            let _ = child.kill();
-            panic!("it does not end");
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
-#[test]
-fn the_status_is_watched_until_nobody_can_see_it() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("socket");
-    let socket = path.to_str().unwrap();
-    let daemon = command(&["--socket", socket, "-q"]).spawn().unwrap();
-    drop(wait_for(&path));
-    let watch = |args: &[&str]| command(&[&["status", "--socket", socket, "--watch=0.1"], args].concat());
-    // Two looks and more.
-    let mut child = watch(&["--json"]).stdout(Stdio::piped()).spawn().unwrap();
-    let lines: Vec<String> =
-        BufReader::new(child.stdout.take().unwrap()).lines().take(2).collect::<Result<_, _>>().unwrap();
-    for line in lines {
-        assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["command"], "status");
-    }
-    assert_eq!(ended(child).code(), Some(0), "its reader has left");
-    for signal in [Signal::TERM, Signal::INT] {
-        let (child, _screen) = on_terminal(watch(&[]));
-        kill_process(Pid::from_child(&child), signal).unwrap();
-        assert_eq!(ended(child).signal(), Some(signal.as_raw()));
-    }
-    let (child, screen) = on_terminal(watch(&[]));
-    drop(screen);
-    // Nobody sends SIGHUP: it is not the terminal of the session.
-    assert_eq!(ended(child).code(), Some(1));
-    assert_eq!(end(daemon, Signal::TERM).status.code(), Some(0));
-}
-
-/// Starts a command on a terminal of its own, and waits until it shows something there.
-fn on_terminal(mut command: Command) -> (Child, File) {
-    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
-    grantpt(&master).unwrap();
-    unlockpt(&master).unwrap();
-    let name = ptsname(&master, Vec::new()).unwrap();
-    let slave = rustix::fs::open(name, OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty()).unwrap();
-    let end = || Stdio::from(slave.try_clone().unwrap());
-    let child = command.stdin(Stdio::null()).stdout(end()).stderr(end()).spawn().unwrap();
-    let mut screen = File::from(master);
-    assert!(screen.read(&mut [0; 64]).unwrap() > 0);
-    (child, screen)
 }
 
 #[test]
@@ -223,13 +160,6 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let output = load(&["--sample", "8MiB", "--verify", "-v"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains(&format!("IOMMU      in the daemon: {device}")));
-    let output = dmalane(&["read", file, "-q", "-d", &device, "--verify", "--json"]);
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!((&json["device"]["name"], &json["verified"]), (&device.as_str().into(), &true.into()));
-    assert_eq!(json["memory"]["shareable"], true);
-    let output = dmalane(&["read", file, "-q", "-d", &device, "--heap", "anonymous"]);
-    assert!(text(&output.stderr).contains("cannot be shared with another process here"), "{}", text(&output.stderr));
     let output = dmalane(&["load", "-q", "-d", "daemon:/nonexistent", "/nonexistent/typo"]);
     assert!(text(&output.stderr).contains("cannot open /nonexistent/typo"), "{}", text(&output.stderr));
     // Of the rest of the card there is nothing to be had.
@@ -255,7 +185,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
 
     let output = end(child, Signal::TERM);
-    assert!(text(&output.stderr).contains("6 clients served, 6 released"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("stopped"), "{}", text(&output.stderr));
     let output = load(&[file]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("is dmalaned running"), "{}", text(&output.stderr));
@@ -289,24 +219,6 @@ fn a_daemon_that_is_killed_is_the_reason_for_a_load_that_fails() {
         let gone = told.contains("is gone: connect again") || told.contains("cannot connect to");
         assert!(done || gone, "run {run}: {told}");
     }
-}
-
-#[test]
-fn reading_onto_a_card_asks_for_no_hbm_that_others_want() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("socket");
-    let socket = path.to_str().unwrap();
-    let sizes = ["--hbm", "64MiB", "--client-hbm", "64MiB", "--client-ddr", "64MiB"];
-    let child = command(&[&["--socket", socket, "-q"], &sizes[..]].concat()).spawn().unwrap();
-    let other = connected(&ClientOptions { hbm: 56 << 20, ..ClientOptions::new(&path) });
-    let file = folder.path().join("file");
-    std::fs::write(&file, [7; 5000]).unwrap();
-    let device = format!("daemon:{socket}");
-    let mut read = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-    let output = read.args(["read", "-q", "--verify", "-d", &device]).arg(&file).output().unwrap();
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    drop(other);
-    end(child, Signal::TERM);
 }
 
 #[test]

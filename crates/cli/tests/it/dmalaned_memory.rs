@@ -211,7 +211,7 @@ fn opened(path: &Path) -> Result<OwnedFd, Box<dyn Error>> {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None)?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
     ask(&socket, &ClientRequest::Hello { min: 1, max: 9 }, &[])?;
-    ask(&socket, &ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &FunctionFiles::new(1)?.fds())?;
+    ask(&socket, &ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &FunctionFiles::new()?.fds())?;
     Ok(socket)
 }
 

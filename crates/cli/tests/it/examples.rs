@@ -85,7 +85,6 @@ fn folder() -> tempfile::TempDir {
         crate::shard(folder.path().join(name), 4 << 20, letter);
     }
     let make = "\
-        dmalane load -q model.safetensors --record binds.jsonl
         cp model.safetensors weights.bin; cp model.safetensors model.bin; cp model.bin 4711
         gzip -k model.bin model.safetensors
         mkdir -p models/minilm; cp model.safetensors models/minilm/model.safetensors
@@ -102,7 +101,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// Options that name a file to write.
-pub const WRITES: [&str; 4] = ["--record", "--trace", "--report", "-o"];
+pub const WRITES: [&str; 3] = ["--trace", "--report", "-o"];
 
 /// The results of some examples.
 #[derive(Default)]

@@ -87,7 +87,6 @@ fn exports_that_cannot_be_are_refused() {
         (&["read", "small", "--export", "fd"][..], 2, "COMMAND"),
         (&["read", "small", "--", "true"], 2, "--export"),
         (&["read", "small", "--export", "pipe", "--", "true"], 2, "pipe"),
-        (&["read", "small", "-d", "soft", "--export", "fd", "--", "true"], 2, "--device"),
         (&["read", "small", "--repeat", "2", "--export", "fd", "--", "true"], 2, "--repeat"),
         (&["read", "small", "--heap", "anonymous", "--export", "fd", "--", "true"], 1, "cannot be shared"),
     ] {

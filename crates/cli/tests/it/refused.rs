@@ -18,6 +18,10 @@ const LEN: usize = 5_000_000;
 
 /// Runs `dmalane read` from a thread for which these calls end with `errno`; the process that it starts inherits that.
 fn read_where(calls: &[i64], errno: u32, args: &[&str]) -> Output {
+    run_where(calls, errno, &[&["read"], args].concat())
+}
+
+fn run_where(calls: &[i64], errno: u32, args: &[&str]) -> Output {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             if !calls.is_empty() {
@@ -27,7 +31,7 @@ fn read_where(calls: &[i64], errno: u32, args: &[&str]) -> Output {
                     SeccompFilter::new(rules, SeccompAction::Allow, SeccompAction::Errno(errno), arch).unwrap();
                 apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
             }
-            Command::new(env!("CARGO_BIN_EXE_dmalane")).arg("read").args(args).output().unwrap()
+            Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args).output().unwrap()
         });
         thread.join().unwrap()
     })
@@ -103,7 +107,8 @@ fn a_seccomp_filter_that_forbids_io_uring() {
         assert!(free["direct"] == false || by_threads && text.contains(said), "{text}");
     }
     // And onto a device.
-    let sent = json(&read_where(&[IO_URING_SETUP], EPERM, &[path, "--json", "-d", "soft", "--verify"]));
+    let args = ["load", path, "--json", "-d", "soft", "--verify"];
+    let sent = json(&run_where(&[IO_URING_SETUP], EPERM, &args));
     assert_eq!((&sent["files"][0]["xxh3"], &sent["verified"]), (&free["xxh3"], &true.into()));
 }
 

@@ -221,12 +221,12 @@ fn validate_sweeps_all_memory_in_each_direction_up_to_64_mib() {
 }
 
 #[test]
-fn read_and_validate_use_both_channels() {
+fn load_and_validate_use_both_channels() {
     let (model, len) = (DriverModel::new(Version::KNOWN).unwrap(), 5 * MIB + 7);
-    let path = file("slash-read", len);
-    let Some(output) = dmalane(&model, &["read", path.to_str().unwrap(), "-d", "slash:0", "--json"]) else { return };
+    let path = file("slash-load-raw", len);
+    let Some(output) = dmalane(&model, &["load", path.to_str().unwrap(), "-d", "slash:0", "--json"]) else { return };
     assert!(output.status.success(), "{}", text(&output));
-    assert_there(&model, DDR.0, len, "read");
+    assert_there(&model, DDR.0, len, "load");
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let args = "validate -d slash:0,ring=3 --buffer-size 1MiB --iterations 2 -v";
     let output = dmalane(&model, &args.split(' ').collect::<Vec<_>>()).unwrap();
@@ -244,7 +244,7 @@ fn read_and_validate_use_both_channels() {
     assert_eq!(vrtd.requests()[&10], 3, "a piece of each memory");
     // A version that is not known.
     let old = DriverModel::new(Version { info: 60, ..Version::KNOWN }).unwrap();
-    let output = dmalane(&old, &["read", path.to_str().unwrap(), "-d", "slash:0"]).unwrap();
+    let output = dmalane(&old, &["load", path.to_str().unwrap(), "-d", "slash:0"]).unwrap();
     let error = text(&output);
     assert!(output.status.code() == Some(1) && error.contains("INFO has 60 bytes"), "{error}");
 }

@@ -260,11 +260,9 @@ fn a_device_in_use_is_left_alone() {
     // As another process that has the device open.
     let other = file.reopen().unwrap();
     flock(&other, FlockOperation::LockExclusive).unwrap();
-    for words in [
-        &["load", "--sample", "4KiB", "-d", &device, "--overwrite"][..],
-        &["read", "/proc/self/exe", "-d", &device, "--overwrite"],
-        &["validate", "-d", &device, "--overwrite"],
-    ] {
+    for words in
+        [&["load", "--sample", "4KiB", "-d", &device, "--overwrite"][..], &["validate", "-d", &device, "--overwrite"]]
+    {
         let output = Command::new(env!("CARGO_BIN_EXE_dmalane")).args(words).output().unwrap();
         let said = text(&output.stderr);
         assert!(output.status.code() == Some(1) && said.contains("in use as a device: another"), "{words:?}: {said}");

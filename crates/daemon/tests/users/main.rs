@@ -186,7 +186,7 @@ fn ask(socket: &OwnedFd, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) ->
 fn opened(path: &Path) -> Result<OwnedFd, String> {
     let socket = dial(path).ok_or("no connection")?;
     ask(&socket, &ClientRequest::Hello { min: 1, max: 9 }, &[])?;
-    let files = FunctionFiles::new(1).map_err(|e| e.to_string())?;
+    let files = FunctionFiles::new().map_err(|e| e.to_string())?;
     ask(&socket, &ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &files.fds())?;
     Ok(socket)
 }

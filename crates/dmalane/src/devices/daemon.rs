@@ -10,7 +10,7 @@ use dmalane_daemon::{Client, ClientOptions, SOCKET};
 use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::{SERVER_UID, SpecOption, uid};
-use super::soft::{LEAST_HBM, SoftSpec, memory};
+use super::soft::{SoftSpec, memory};
 use crate::open_options::OpenOptions;
 
 /// A function of a daemon's card, `daemon[:SOCKET]`.
@@ -73,11 +73,7 @@ impl Spec for DaemonSpec {
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
-        let mut client = self.client();
-        if options.only == Some("ddr") && self.hbm.is_none() {
-            client.hbm = LEAST_HBM;
-        }
-        let client = Client::connect(client)?;
+        let client = Client::connect(self.client())?;
         let used = self.card.used(format!("the card daemon:{}", self.socket.display()), false, options);
         Ok(Box::new(CardDevice::open(Arc::new(client), CardUse { processors: 1, ..used })?))
     }

@@ -18,8 +18,6 @@ use crate::size::{Size, binary};
 pub const DDR: u64 = 64 << 30;
 /// Bytes of HBM, by default.
 pub const HBM: u64 = 32 << 30;
-/// Bytes of HBM of a card that is used for its DDR.
-pub(super) const LEAST_HBM: u64 = 4 << 20;
 /// Most bytes of either.
 pub const MOST: u64 = 256 << 30;
 /// Bytes of the synthetic physical memory of its host. None of it costs anything until it is pinned.
@@ -139,10 +137,7 @@ impl Spec for SoftSpec {
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
         let host = HostConfig { memory: HOST_MEMORY, fragmentation: self.fragmentation, seed: self.seed };
-        let (mut card, host): (_, SoftHost) = (self.config(), SoftHost::new(host)?);
-        if options.only == Some("ddr") && self.hbm == HBM {
-            card.hbm = LEAST_HBM;
-        }
+        let (card, host): (_, SoftHost) = (self.config(), SoftHost::new(host)?);
         let bus = Arc::new(SoftBus::new(host, card)?);
         // Unless each channel has a thread, apparent differences between channels only reflect polling order.
         let concurrent = card.workers == Workers::PerChannel;

@@ -1,11 +1,9 @@
 //! The integration tests of this crate, linked once.
 
 mod alloc_read;
-mod binds;
 mod card_server;
 mod devices;
 mod manifest;
 mod path;
 mod peers;
-mod read_to_device;
 mod slash;

@@ -3,10 +3,10 @@
 use std::fmt::Display;
 
 use dmalane_addr::FileOffset;
-use dmalane_vm::trace::plain_json;
 use thiserror::Error;
 
 use super::text::short;
+use crate::plain::plain_json;
 
 /// Reason why a file cannot be parsed: a defect of its header, of the description of a tensor in it, of an index or of
 /// a manifest. Texts are quoted from the file, cut to 200 characters.

@@ -1,4 +1,4 @@
-//! Claims of workers: chunks are made present, registered and cut into reads.
+//! Claims of workers: chunks are made present and cut into reads.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -56,8 +56,7 @@ impl State<'_, '_> {
             Err(absent) => absent,
             Ok((slice, extent, len)) => {
                 self.supply.give_back(place);
-                let rest = self.register(buffer, slice, clocks).map_err(failed)?;
-                self.filled(rest, extent, len);
+                self.filled(self.present(buffer, slice), extent, len);
                 return Ok(Vec::new());
             }
         };
@@ -67,7 +66,7 @@ impl State<'_, '_> {
                 let memory = |source| failed(FillError::Memory { buffer, source });
                 let slice = clocks.time(Stage::Allocate, || absent.populate()).map_err(memory)?;
                 clocks.bytes(Stage::Allocate, (end - offset) as u64);
-                self.register(buffer, slice, clocks).map_err(failed)?
+                self.present(buffer, slice)
             }
         };
         Ok(self.cut(rest, extents))
@@ -156,12 +155,11 @@ impl State<'_, '_> {
         reads
     }
 
-    /// Registers a chunk that is present, and tells of it.
-    fn register(&self, buffer: usize, slice: BufferSlice, clocks: &mut Clocks) -> Result<Fragment, FillError> {
-        let via = self.mappings.add(buffer, &slice, clocks)?;
+    /// Tells of a chunk that is present.
+    fn present(&self, buffer: usize, slice: BufferSlice) -> Fragment {
         let (offset, len, reference) = (slice.offset(), slice.len() as u64, slice.reference());
         self.tell(Event::Allocated { buffer, offset: offset as u64, len, reference });
-        Ok(Fragment { tag: Tag { buffer, offset, extent: None, slot: 0, via, landed: None }, slice })
+        Fragment { tag: Tag { buffer, offset, extent: None, slot: 0, via: None, landed: None }, slice }
     }
 
     /// The bytes before `to` belong to no extent: they are zero.
@@ -187,11 +185,10 @@ impl State<'_, '_> {
         let extents = std::mem::take(&mut full.extents);
         let copied = clocks.time(Stage::Allocate, || landing.copy(full));
         clocks.bytes(Stage::Allocate, len as u64);
-        let copied = copied.map_err(|source| FillError::Memory { buffer, source });
-        let mut rest = match copied.and_then(|slice| self.register(buffer, slice, clocks)) {
-            Ok(rest) => rest,
-            Err(error) => {
-                self.fail(((buffer, offset), error));
+        let mut rest = match copied {
+            Ok(slice) => self.present(buffer, slice),
+            Err(source) => {
+                self.fail(((buffer, offset), FillError::Memory { buffer, source }));
                 return true;
             }
         };

@@ -19,16 +19,6 @@ pub enum FillError {
         /// The heap's answer.
         source: dmalane_dma::Error,
     },
-    /// A chunk could not be pinned or mapped for the device.
-    #[error("buffer {buffer} from {offset} on: {source}")]
-    Map {
-        /// Which buffer.
-        buffer: usize,
-        /// Offset in it of the chunk.
-        offset: u64,
-        /// The registrar's answer.
-        source: dmalane_dma::Error,
-    },
     /// There is less memory than is needed. Nothing was taken.
     #[error("{what} need {wanted} bytes, and {limited_by} has {left} left")]
     NoRoom {

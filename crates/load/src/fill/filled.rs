@@ -4,7 +4,6 @@ use std::fmt;
 use std::time::Duration;
 
 use dmalane_dma::{PageBacking, SharedBuf, VolatileSlice};
-use dmalane_queue::Registered;
 
 use super::hash::{Digest, Hashes};
 use crate::stage::StageReport;
@@ -88,16 +87,13 @@ pub struct FillReport {
     pub timeline: Option<StageTimeline>,
 }
 
-/// Buffers that were filled, in the order of [`Job::buffers`](super::Job::buffers).
+/// Buffers that were filled, in the order of [`Job::buffers`](super::Job::buffers): all, or none of staging buffers.
 #[derive(Debug)]
 pub struct Filled {
     /// The buffers.
     pub buffers: Vec<FilledBuf>,
     /// The hashes of the regions of each buffer that did not stay.
     pub(crate) gone: Vec<Vec<Digest>>,
-    /// For each buffer the registrations of its chunks, in order, one behind the other: together they are all of it.
-    /// Empty where none were asked for. Dropped, they are unmapped and unpinned.
-    pub mappings: Vec<Vec<Registered>>,
     /// Times and bytes.
     pub report: FillReport,
 }

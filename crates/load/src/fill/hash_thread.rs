@@ -4,7 +4,7 @@ use std::sync::Condvar;
 
 use super::hash::Hasher;
 use super::options::FillOptions;
-use super::sink::Sink;
+use super::sink::ToDevice;
 
 /// The thread that hashes beside the workers, if there is one. The lock of its conditions is that of the job's
 /// progress.
@@ -35,19 +35,19 @@ impl HashThread {
     /// cache.
     pub fn new(
         options: &FillOptions,
-        sink: &Sink<'_>,
+        device: Option<&ToDevice<'_>>,
         (bytes, piece): (u64, u64),
         workers: usize,
         copies: bool,
     ) -> Self {
-        let busy = workers + if let Sink::Device { processors, .. } = sink { *processors } else { 0 };
+        let busy = workers + device.map_or(0, |to| to.processors);
         let worth = || bytes >= JOB && piece >= PIECE;
         let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > busy);
         let runs = Hasher::is_wanted(options) && options.hash_thread.unwrap_or_else(|| worth() && spare());
         // Only a worker that waits for the disk has time to hash: several copy, and SHA-256 takes longer than the disk.
         // A device waits for what is hashed.
         let sha256 = options.hash_regions.as_ref().is_some_and(|regions| regions.sha256);
-        let waits = workers == 1 && !copies && !sha256 && matches!(sink, Sink::Memory);
+        let waits = workers == 1 && !copies && !sha256 && device.is_none();
         let leaves = if waits && options.hash_thread.is_none() { LEAVES } else { 0 };
         Self { runs, leaves, hashable: Condvar::new(), handed_on: Condvar::new() }
     }

@@ -18,14 +18,10 @@ const WORTH_ASKING: u64 = 32 << 20;
 pub struct BufferMemory<'a> {
     /// The heap that they are reserved in.
     pub heap: &'a dyn Heap,
-    /// Pins each chunk and maps it with this access as soon as it is present.
-    pub register: Option<(&'a dyn Registrar, Access)>,
     /// Fills chunks without making them present first, where it can.
     pub cached: Option<&'a dyn FillCached>,
     /// Reads are the disk's work, and not copies out of the page cache.
     pub direct: bool,
-    /// Bytes of this machine that the sink takes meanwhile: there must be memory for both.
-    pub beside: u64,
 }
 
 /// Fills memory that is not present with bytes that a source has in memory already, such as the page cache.
@@ -40,17 +36,10 @@ pub trait FillCached: Sync {
 }
 
 impl<'a> BufferMemory<'a> {
-    /// Buffers that are not registered, of direct reads.
+    /// Buffers of direct reads.
     pub fn of(heap: &'a dyn Heap) -> Self {
-        Self { heap, register: None, cached: None, direct: true, beside: 0 }
+        Self { heap, cached: None, direct: true }
     }
-}
-
-/// Where chunks get their memory.
-pub(crate) enum Memory<'a> {
-    Buffers(BufferMemory<'a>),
-    /// A chunk is a slot. Its bytes are gone when the sink has them.
-    Staging(&'a mut Staging),
 }
 
 /// Buffers that carry bytes to the device, unless a source with latency has many reads in flight; with the one that
@@ -64,7 +53,7 @@ const SLOT: u64 = 2 << 20;
 
 /// A few buffers, registered once and cut into slots. They are made one by one, when all slots of those before are
 /// taken.
-pub(crate) struct Staging {
+pub struct Staging {
     pub(crate) heap: Arc<dyn Heap>,
     registrar: Arc<dyn Registrar>,
     slots: Vec<Slot>,
@@ -92,7 +81,7 @@ struct Slot {
 
 impl Staging {
     /// No buffers yet; each will have at most `limit` bytes.
-    pub(crate) fn new(heap: Arc<dyn Heap>, registrar: Arc<dyn Registrar>, limit: u64) -> Self {
+    pub fn new(heap: Arc<dyn Heap>, registrar: Arc<dyn Registrar>, limit: u64) -> Self {
         Self { heap, registrar, slots: Vec::new(), buffers: 0, most: MORE_BUFFERS, limit, len: limit }
     }
 
@@ -214,9 +203,6 @@ impl Staging {
         Ok(())
     }
 }
-
-/// The words for a load onto a device whose memory is of this machine: both need memory.
-pub(crate) const DEVICE_TOO: &str = "the device, whose memory is this machine's, and the buffers";
 
 /// Makes sure that there are so many bytes of memory for `what`.
 pub(crate) fn ask(wanted: u64, what: &'static str) -> Result<(), FillError> {

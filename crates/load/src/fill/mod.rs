@@ -2,19 +2,19 @@
 //!
 //! A job ([`Job`]) names buffers and the ranges of files that are read into them. Buffers that stay ([`BufferMemory`])
 //! are reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next
-//! one is being allocated and registered; small pages behind a memfd are filled from landing places instead. A load
-//! onto a device uses the slots of a few staging buffers instead. Bytes that have arrived are hashed, if checksums are
-//! on, in the order of their buffer while they are in the processor's cache; large jobs have a thread for that where
-//! there is a processor that neither workers nor the device need. With a device as the [`Sink`] they are transferred
-//! right after that; a buffer that stays is rejoined in the end.
+//! one is being allocated; small pages behind a memfd are filled from landing places instead. A load onto a device
+//! uses the slots of a few [`Staging`] buffers. Bytes that have arrived are hashed, if checksums are on, in the order
+//! of their buffer while they are in the processor's cache; large jobs have a thread for that where there is a
+//! processor that neither workers nor the device need. On their way to a device they are transferred right after
+//! that; a buffer that stays is rejoined in the end.
 //!
 //! Workers do this, each with queues of its own to all files: one worker where the kernel or the disk does the work,
 //! several where the processor copies out of the page cache. One worker runs on the thread of the caller and needs no
 //! other.
 //!
 //! In the order in which these modules use each other: `job`, `options` and `error`; `memory` and `landing` places;
-//! `fragment`; `sink`; the `supply` of memory, `mappings`, the `order` of hashing, and `progress`, which `state` joins;
-//! what is done with it, `claim` and `hashing`; `depth`; `worker`.
+//! `fragment`; `sink`; the `supply` of memory, the `order` of hashing, and `progress`, which `state` joins; what is
+//! done with it, `claim` and `hashing`; `depth`; `worker`.
 
 mod claim;
 mod depth;
@@ -26,7 +26,6 @@ mod hash_thread;
 mod hashing;
 mod job;
 mod landing;
-mod mappings;
 mod memory;
 mod options;
 mod order;
@@ -51,10 +50,10 @@ pub(crate) use error::broken;
 pub use filled::{FillReport, Filled, FilledBuf};
 pub use hash::Digest;
 pub use job::{Extent, Job};
-pub use memory::{BufferMemory, FillCached};
-pub(crate) use memory::{DEVICE_TOO, Memory, Staging, ask};
+pub(crate) use memory::ask;
+pub use memory::{BufferMemory, FillCached, Staging};
 pub use options::{FillOptions, HashRegions};
-pub use sink::{Sink, Target, Targets};
+pub use sink::{Sink, Target, Targets, ToDevice};
 pub(crate) use state::Done;
 pub use watch::{Event, Watch};
 
@@ -68,7 +67,6 @@ pub use watch::{Event, Watch};
 /// # Panics
 /// When there is no worker.
 pub fn fill<S: Queue<Addr = FileOffset>>(
-    memory: BufferMemory<'_>,
     sink: Sink<'_>,
     job: &Job,
     workers: &mut [Vec<S>],
@@ -76,14 +74,13 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
-    let done = run(start, Memory::Buffers(memory), sink, job, workers, options, watch)?;
+    let done = run(start, sink, job, workers, options, watch)?;
     Ok(done.filled(start, job, workers.len()))
 }
 
-/// As [`fill`], of a job that began at `start`, with memory of either kind.
+/// As [`fill`], of a job that began at `start`.
 pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     start: Instant,
-    memory: Memory<'_>,
     sink: Sink<'_>,
     job: &Job,
     workers: &mut [Vec<S>],
@@ -91,7 +88,7 @@ pub(crate) fn run<S: Queue<Addr = FileOffset>>(
     watch: &mut Watch<'_>,
 ) -> Result<Done, FillError> {
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
-    let state = State::new(start, memory, sink, job, (workers.len(), sources), options, watch)?;
+    let state = State::new(start, sink, job, (workers.len(), sources), options, watch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
     let clocks = |name: String| Clocks::recording(&name, options.epoch(start));
     let clocks = if others.is_empty() && !state.hash_thread.runs {

@@ -1,4 +1,4 @@
-//! Where bytes go when they have arrived: they stay in memory, or a device gets them as well.
+//! Where bytes go when they have arrived: they stay in memory, or go on to a device.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -7,12 +7,13 @@ use std::sync::{Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use dmalane_queue::{
-    Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
-    Refused, StallWatch, Ticket, drain,
+    Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused,
+    StallWatch, Ticket, drain,
 };
 
 use super::error::{Failed, FillError, not_submitted};
 use super::fragment::{Fragment, Tag};
+use super::memory::{BufferMemory, Staging};
 use super::options::FillOptions;
 use crate::clock::Clocks;
 use crate::lock::locked;
@@ -20,22 +21,23 @@ use crate::stage::Stage;
 
 /// Where bytes go when they have arrived, and were hashed if checksums are on.
 pub enum Sink<'a> {
-    /// Nowhere: they stay in their buffers.
-    Memory,
-    /// A device gets each fragment while the ones behind it are still being read or allocated. The memory must be
-    /// registered ([`BufferMemory::register`](super::BufferMemory)).
-    Device {
-        /// The device's queue, with nothing in flight. Transfers that a failed job could not wait for stay in flight
-        /// on it.
-        queue: &'a mut DeviceQueue,
-        /// True when the queue works inside `poll`, so that only time spent there is its time.
-        polled: bool,
-        /// Processors that the device needs for itself while it works, as [`DeviceInfo`](dmalane_device::DeviceInfo)
-        /// says.
-        processors: usize,
-        /// Where the bytes go. Bytes that no extent names go there too, as zeroes.
-        targets: &'a dyn Targets,
-    },
+    /// They stay in their buffers.
+    Memory(BufferMemory<'a>),
+    /// A chunk is a slot of a staging buffer. A device, if there is one, gets each fragment while the ones behind it
+    /// are still being read; then the slot is used again.
+    Staging(&'a mut Staging, Option<ToDevice<'a>>),
+}
+
+/// A device that gets the bytes of a job.
+pub struct ToDevice<'a> {
+    /// The device's queue, with nothing in flight. Transfers that a failed job could not wait for stay in flight on it.
+    pub queue: &'a mut DeviceQueue,
+    /// True when the queue works inside `poll`, so that only time spent there is its time.
+    pub polled: bool,
+    /// Processors that the device needs for itself while it works, as [`DeviceInfo`](dmalane_device::DeviceInfo) says.
+    pub processors: usize,
+    /// Where the bytes go. Bytes that no extent names go there too, as zeroes.
+    pub targets: &'a dyn Targets,
 }
 
 /// Bytes with one destination.
@@ -58,24 +60,6 @@ pub trait Targets: Sync {
     /// # Errors
     /// [`Refusal`] when there are no such addresses.
     fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal>;
-}
-
-/// Each buffer goes to one place as a whole.
-impl Targets for &[DeviceAddr] {
-    fn buffers(&self) -> usize {
-        self.len()
-    }
-
-    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
-        let mut at = range.start;
-        while at < range.end {
-            let len = max_len.min(range.end - at);
-            let to = self.get(buffer).and_then(|first| first.advance(at)).ok_or(Refusal::PastTheTop)?;
-            out.push_back(Target { len, to: Some(to) });
-            at += len;
-        }
-        Ok(())
-    }
 }
 
 /// Fragments that the sink is done with: true when the device has them, false for bytes without a destination.
@@ -108,9 +92,8 @@ struct End<'a> {
 }
 
 impl<'a> DeviceSink<'a> {
-    /// `None` for memory.
-    pub fn new(sink: Sink<'a>, options: &FillOptions, start: Instant) -> Option<Self> {
-        let Sink::Device { queue, polled, targets, .. } = sink else { return None };
+    pub fn new(to: ToDevice<'a>, options: &FillOptions, start: Instant) -> Self {
+        let ToDevice { queue, polled, targets, .. } = to;
         let end = End {
             queue,
             polled,
@@ -124,7 +107,7 @@ impl<'a> DeviceSink<'a> {
             timeout: options.timeout,
             clocks: Clocks::recording("device", options.epoch(start)),
         };
-        Some(Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) })
+        Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) }
     }
 
     /// Takes a fragment that is not empty.

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::SharedBuf;
-use dmalane_queue::Registered;
 
 use super::error::{Failed, FillError, broken};
 use super::filled::{FillReport, Filled, FilledBuf};
@@ -15,8 +14,7 @@ use super::fragment::{Fragment, Tag};
 use super::hash::{Hasher, Hashes};
 use super::hash_thread::HashThread;
 use super::job::Job;
-use super::mappings::Mappings;
-use super::memory::{FillCached, Memory};
+use super::memory::FillCached;
 use super::options::FillOptions;
 use super::progress::Progress;
 use super::sink::{DeviceSink, Sink};
@@ -35,7 +33,6 @@ pub(super) struct State<'a, 'w> {
     pub lens: &'a [u64],
     total: u64,
     pub supply: Supply<'a>,
-    pub mappings: Mappings<'a>,
     pub cached: Option<&'a dyn FillCached>,
     /// Reads are copies out of the page cache into memory that stays, and not the disk's work.
     pub copies: bool,
@@ -51,7 +48,6 @@ pub(crate) struct Done {
     /// The buffers; none of staging memory.
     pub whole: Vec<SharedBuf>,
     pub hashes: Vec<Hashes>,
-    pub mappings: Vec<Vec<Registered>>,
     pub first_read: Option<Instant>,
     pub recycled: bool,
     pub clocks: Clocks,
@@ -76,7 +72,7 @@ impl Done {
         let mut hashes = self.hashes.into_iter();
         let buffers = buffers.zip(hashes.by_ref().take(stay)).map(hashed).collect();
         let gone = hashes.map(|hashes| hashes.digests).collect();
-        Filled { buffers, gone, mappings: self.mappings, report }
+        Filled { buffers, gone, report }
     }
 }
 
@@ -86,7 +82,6 @@ pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 impl<'a, 'w> State<'a, 'w> {
     pub fn new(
         start: Instant,
-        memory: Memory<'a>,
         sink: Sink<'a>,
         job: &'a Job,
         (workers, sources): (usize, usize),
@@ -94,31 +89,29 @@ impl<'a, 'w> State<'a, 'w> {
         watch: &'a mut Watch<'w>,
     ) -> Result<Self, FillError> {
         let plan = job.by_buffer(sources)?;
-        if let Sink::Device { targets, .. } = &sink
-            && targets.buffers() != job.buffers.len()
-        {
-            let (buffers, there) = (job.buffers.len(), targets.buffers());
+        let (supply, device, cached, copies) = match sink {
+            Sink::Memory(memory) => {
+                (Supply::of_buffers(memory, job, plan, options)?, None, memory.cached, !memory.direct)
+            }
+            Sink::Staging(staging, device) => (Supply::of_staging(staging, job, plan, options), device, None, false),
+        };
+        let (buffers, there) = (job.buffers.len(), device.as_ref().map(|to| to.targets.buffers()));
+        if let Some(there) = there.filter(|there| *there != buffers) {
             let text = format!("{buffers} buffers are to go to {there} places on the device");
             return Err(FillError::Job(text));
         }
-        let (register, cached, copies) = match &memory {
-            Memory::Buffers(stays) => (stays.register, stays.cached, !stays.direct),
-            Memory::Staging(_) => (None, None, false),
-        };
-        let supply = Supply::new(memory, job, plan, options)?;
         let total = job.bytes();
         let state = Self {
             options,
             deadline: options.time_limit.and_then(|limit| start.checked_add(limit)),
             lens: &job.buffers,
             total,
-            mappings: Mappings::new(register, job.buffers.len()),
             cached,
             copies,
             progress: Mutex::new(Progress::new(job, options)),
-            hash_thread: HashThread::new(options, &sink, (total, supply.piece()), workers, copies),
+            hash_thread: HashThread::new(options, device.as_ref(), (total, supply.piece()), workers, copies),
             supply,
-            device: DeviceSink::new(sink, options, start),
+            device: device.map(|to| DeviceSink::new(to, options, start)),
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
         };
@@ -200,16 +193,12 @@ impl<'a, 'w> State<'a, 'w> {
         }
     }
 
-    /// Bytes of a fragment that go to the device: those behind the end of the buffer do not.
-    fn to_device(&self, fragment: &Fragment) -> usize {
-        let left = (self.lens[fragment.tag.buffer] as usize).saturating_sub(fragment.tag.offset);
-        if self.device.is_some() { left.min(fragment.slice.len()) } else { 0 }
-    }
-
     /// Takes a fragment whose bytes are final. It is hashed first, if checksums are on, when its turn comes.
     pub fn settle(&self, fragment: Fragment) {
         let mut progress = self.progress();
-        progress.undelivered += self.to_device(&fragment) as u64;
+        if self.device.is_some() {
+            progress.undelivered += fragment.slice.len() as u64;
+        }
         if !Hasher::is_wanted(self.options) {
             drop(progress);
             return self.send(fragment);
@@ -221,18 +210,13 @@ impl<'a, 'w> State<'a, 'w> {
     }
 
     /// Hands a fragment to the sink.
-    pub fn send(&self, mut fragment: Fragment) {
+    pub fn send(&self, fragment: Fragment) {
         if fragment.tag.extent.is_some() {
             self.supply.unsent.fetch_sub(1, Ordering::Relaxed);
         }
-        if let Some(device) = &self.device
-            && let n @ 1.. = self.to_device(&fragment)
-            && let Some(front) = fragment.split_off_front(n)
-        {
-            device.take(front);
-        }
-        if !fragment.slice.is_empty() {
-            self.keep(fragment);
+        match &self.device {
+            Some(device) => device.take(fragment),
+            None => self.keep(fragment),
         }
     }
 
@@ -297,6 +281,6 @@ impl<'a, 'w> State<'a, 'w> {
                 buf => whole.extend(buf),
             }
         }
-        Ok(Done { whole, hashes, mappings: self.mappings.into_lists(), first_read, recycled, clocks })
+        Ok(Done { whole, hashes, first_read, recycled, clocks })
     }
 }

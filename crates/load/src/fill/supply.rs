@@ -3,13 +3,13 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use dmalane_dma::{Absent, Error, PageKind, Reserved};
+use dmalane_dma::{Absent, PageKind, Reserved};
 
 use super::error::{Failed, FillError};
 use super::fragment::{Fragment, Tag};
 use super::job::{Extent, Job};
 use super::landing::{Busy, Landing, Place};
-use super::memory::{DEVICE_TOO, Memory, Staging, ask};
+use super::memory::{BufferMemory, Staging, ask};
 use super::options::FillOptions;
 use crate::clock::Clocks;
 use crate::lock::locked;
@@ -80,69 +80,62 @@ pub(super) enum ChunkMemory {
     Slot(Fragment),
 }
 
-/// Mappings of a job, at most (one more for each buffer): a kernel takes 65535 in all (`dma_entry_limit` of
-/// `vfio_iommu_type1`). Chunks are longer where there would be more.
-const MAPPINGS: u64 = 1 << 14;
-
 /// Reads that have arrived in staging memory and wait to be sent on, at most.
 const AHEAD: usize = 8;
 
 impl<'a> Supply<'a> {
-    /// Reserves buffers, or uses staging memory. `plan` has the extents of each buffer.
-    pub fn new(
-        memory: Memory<'a>,
+    /// Memory of staging buffers. `plan` has the extents of each buffer.
+    pub fn of_staging(
+        staging: &'a mut Staging,
+        job: &'a Job,
+        plan: Vec<Vec<(usize, Extent)>>,
+        options: &FillOptions,
+    ) -> Self {
+        let fresh = vec![false; job.buffers.len()];
+        // A slot is free at once, so there is no point in taking one before there is room to read into it.
+        Self { chunk: 1, ..Self::new(Pages::Staging(staging, 0), fresh, job, plan, options) }
+    }
+
+    /// As [`Supply::of_staging`], with buffers that stay, which are reserved here.
+    pub fn of_buffers(
+        memory: BufferMemory<'a>,
         job: &'a Job,
         plan: Vec<Vec<(usize, Extent)>>,
         options: &FillOptions,
     ) -> Result<Self, FillError> {
-        let (mut chunk, mut landing) = (whole_pages(options.chunk), None);
-        let pages = match memory {
-            // A slot is free at once, so there is no point in taking one before there is room to read into it.
-            Memory::Staging(staging) => {
-                chunk = 1;
-                Pages::Staging(staging, 0)
-            }
-            Memory::Buffers(stays) => {
-                if let Some((registrar, _)) = stays.register {
-                    let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
-                    // Memory that could never be pinned is refused before any of it is read.
-                    if let Some(limit) = registrar.pin_limit().filter(|limit| wanted > *limit) {
-                        let source = Error::PinLimit { wanted, pinned: 0, limit };
-                        return Err(FillError::Map { buffer: 0, offset: 0, source });
-                    }
-                    let least = wanted.div_ceil(MAPPINGS).checked_next_power_of_two().unwrap_or(u64::MAX);
-                    chunk = chunk.max(whole_pages(least));
-                }
-                let mut reserved = Vec::new();
-                for (buffer, len) in job.buffers.iter().enumerate() {
-                    // A buffer has at least a page.
-                    let len = usize::try_from(*len).map_err(|_| FillError::too_large(*len))?.max(1);
-                    let memory = |source| FillError::Memory { buffer, source };
-                    reserved.push(stays.heap.reserve(len).map_err(memory)?);
-                }
-                enough(&reserved, stays.beside)?;
-                let all = usize::try_from(job.bytes()).unwrap_or(usize::MAX);
-                let room = |more: usize| enough(&reserved, stays.beside.saturating_add(more.min(all) as u64)).is_ok();
-                landing = stays.direct.then(|| Landing::new(&reserved, chunk, room)).flatten();
-                Pages::Buffers(reserved)
-            }
-        };
-        let fresh = match &pages {
-            Pages::Buffers(reserved) => reserved.iter().map(Reserved::is_fresh).collect(),
-            Pages::Staging(..) => vec![false; job.buffers.len()],
-        };
-        let (first, stays) = (options.chunk < job.bytes(), matches!(pages, Pages::Buffers(_)));
-        Ok(Self {
-            chunk,
+        let mut reserved = Vec::new();
+        for (buffer, len) in job.buffers.iter().enumerate() {
+            // A buffer has at least a page.
+            let len = usize::try_from(*len).map_err(|_| FillError::too_large(*len))?.max(1);
+            reserved.push(memory.heap.reserve(len).map_err(|source| FillError::Memory { buffer, source })?);
+        }
+        enough(&reserved, 0)?;
+        let all = usize::try_from(job.bytes()).unwrap_or(usize::MAX);
+        let room = |more: usize| enough(&reserved, more.min(all) as u64).is_ok();
+        let landing = memory.direct.then(|| Landing::new(&reserved, whole_pages(options.chunk), room)).flatten();
+        let fresh = reserved.iter().map(Reserved::is_fresh).collect();
+        Ok(Self { landing, stays: true, ..Self::new(Pages::Buffers(reserved), fresh, job, plan, options) })
+    }
+
+    fn new(
+        pages: Pages<'a>,
+        fresh: Vec<bool>,
+        job: &'a Job,
+        plan: Vec<Vec<(usize, Extent)>>,
+        options: &FillOptions,
+    ) -> Self {
+        let first = options.chunk < job.bytes();
+        Self {
+            chunk: whole_pages(options.chunk),
             block: whole_pages(options.block),
             lens: &job.buffers,
             plan,
             rest: Mutex::new(Rest { pages, buffer: 0, extent: 0, first }),
-            stays,
+            stays: false,
             fresh,
-            landing,
+            landing: None,
             unsent: AtomicUsize::new(0),
-        })
+        }
     }
 
     /// Bytes that arrive together, about.
@@ -250,8 +243,7 @@ fn to_come(reserved: &[Reserved]) -> usize {
 /// Makes sure that there is memory for the reservations and `more` bytes: where the kernel overcommits, a reservation
 /// promises nothing, and a cgroup that runs full has somebody killed.
 fn enough(reserved: &[Reserved], more: u64) -> Result<(), FillError> {
-    let what = if more > 0 { DEVICE_TOO } else { "the buffers" };
-    ask((to_come(reserved) as u64).saturating_add(more), what)
+    ask((to_come(reserved) as u64).saturating_add(more), "the buffers")
 }
 
 #[cfg(test)]

@@ -8,8 +8,8 @@ use dmalane_dma::BufferRef;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A chunk of a buffer that stays is present, and registered if that was asked for; reads into it begin now, unless
-    /// its bytes are there already.
+    /// A chunk of a buffer that stays is present, and can be pinned and mapped for a device by `reference`; reads into
+    /// it begin now, unless its bytes are there already.
     Allocated {
         /// Which buffer.
         buffer: usize,
@@ -29,8 +29,8 @@ pub enum Event {
         /// Bytes.
         len: u64,
     },
-    /// A transfer has ended: the device has bytes of one extent, or zeroes that belong to none. Only with
-    /// [`Sink::Device`](super::Sink::Device).
+    /// A transfer has ended: the device has bytes of one extent, or zeroes that belong to none. Only with a device as
+    /// the [`Sink`](super::Sink).
     OnDevice {
         /// Which buffer.
         buffer: usize,

@@ -6,7 +6,6 @@ use std::sync::PoisonError;
 
 use dmalane_queue::{DeviceAddr, QueueAddr, Refusal};
 
-use super::block::model_heap;
 use super::expected::{self, Placed};
 use super::file::ModelFile;
 use super::reader::Reader;
@@ -14,9 +13,9 @@ use crate::container::Tensor;
 use crate::device::OpenDevice;
 use crate::engine::describe;
 use crate::error::Error;
-use crate::fill::{BufferMemory, FillError, Target, Targets, Watch};
+use crate::fill::{FillError, Target, Targets, Watch};
 use crate::parts::Parts;
-use crate::read::{Onto, ReadFiles, ReadOptions, read};
+use crate::read::{ReadFiles, ReadOptions, ReadTo, read};
 
 /// A part of a tensor, and its place in a buffer.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -163,8 +162,8 @@ pub(super) fn read_parts(
     let (least, most) = device.staging.bounds();
     let staging = (reader.budget.limit() - reader.budget.used()).clamp(least, most);
     let _charge = reader.budget.take(staging)?;
-    let (memory, onto) = (BufferMemory::of(model_heap()), Some(Onto::Staged(device, &places, staging)));
-    let done = read(memory, onto, &sources, places.parts.job(), &options, &mut watch, true);
+    let to = ReadTo::Device(device, &places, staging);
+    let done = read(to, &sources, places.parts.job(), &options, &mut watch, true);
     let ReadFiles { filled, methods } = done.map_err(|error| match error {
         Error::Fill(FillError::Transfer { buffer, offset, error }) => {
             let offset = places.parts.at(buffer, offset).bits();

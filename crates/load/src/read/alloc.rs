@@ -3,11 +3,11 @@
 use std::fs::File;
 use std::ops::{Bound, ControlFlow, RangeBounds};
 
-use crate::fill::{BufferMemory, Extent, Job};
+use crate::fill::{Extent, Job};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 
-use super::job::read;
+use super::job::{ReadTo, read};
 use super::method::{AllocRead, ReadFiles};
 use super::options::ReadOptions;
 use super::short;
@@ -69,7 +69,7 @@ pub fn alloc_and_read(
     let extent = Extent { source: 0, at: FileOffset::new(start), len, buffer: 0, to: 0 };
     let (job, whole) = (Job { buffers: vec![len], extents: vec![extent] }, end.is_none());
     let ReadFiles { mut filled, mut methods } =
-        read(BufferMemory::of(heap), None, &[source], &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
+        read(ReadTo::Heap(heap), &[source], &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
     match (filled.buffers.pop(), methods.pop()) {
         (Some(buffer), Some(method)) => Ok(AllocRead { buffer, method, report: filled.report }),
         _ => unreachable!("one buffer of one source was asked for"),

@@ -3,9 +3,8 @@
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dmalane_dma::{FileMapping, PageKind};
+use dmalane_dma::{FileMapping, Heap, PageKind};
 use dmalane_file::{Fallback, FileQueue, How, Mode, Moved, SharedReads};
-use dmalane_queue::DeviceAddr;
 
 use super::cached::FromCache;
 use super::method::{ReadFiles, ReadMethod};
@@ -22,19 +21,17 @@ use crate::parallel::in_parallel;
 /// Files whose cached bytes are copied without their queues, at most: the others' are copied by them.
 const MAPPED: usize = 16;
 
-/// A device that gets the bytes, too.
-pub(crate) enum Onto<'a> {
-    /// Each buffer as a whole, at the place with its number. The buffers stay.
-    Copied(&'a mut OpenDevice, &'a [DeviceAddr]),
-    /// The bytes that have targets, through the device's staging buffers of at most this length. Nothing stays on the
-    /// host.
-    Staged(&'a mut OpenDevice, &'a dyn Targets, u64),
+/// Where the bytes go.
+pub(crate) enum ReadTo<'a> {
+    /// Into buffers of this heap.
+    Heap(&'a dyn Heap),
+    /// Those that have targets onto a device, through its staging buffers of at most this length.
+    Device(&'a mut OpenDevice, &'a dyn Targets, u64),
 }
 
 /// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
 pub(crate) fn read(
-    memory: BufferMemory<'_>,
-    onto: Option<Onto<'_>>,
+    to: ReadTo<'_>,
     sources: &[OpenFile],
     job: &Job,
     options: &ReadOptions,
@@ -45,10 +42,13 @@ pub(crate) fn read(
     if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
         return Err(Error::Limit { wanted, used: 0, limit });
     }
-    let capabilities = memory.heap.capabilities();
-    let writable = capabilities.shareable;
+    let capabilities = match &to {
+        ReadTo::Heap(heap) => Some(heap.capabilities()),
+        ReadTo::Device(..) => None,
+    };
+    let writable = capabilities.is_some_and(|of_heap| of_heap.shareable);
     // As `Reserved::is_better_copied_to` says when there is a reservation.
-    let copied_to = writable && capabilities.best_pages == PageKind::Base;
+    let copied_to = capabilities.is_some_and(|of_heap| of_heap.shareable && of_heap.best_pages == PageKind::Base);
     let spans = sources.iter().zip(Span::of(job, sources.len())).collect();
     let alone = sources.len() == 1;
     let plans = in_parallel(spans, |(source, span)| plan(source, span, options, copied_to, alone))?;
@@ -65,7 +65,7 @@ pub(crate) fn read(
     }
     // Memory that is shareable is made with its contents. Of a file that is cached in part, each cached chunk is read
     // as soon as it is populated; all of a cached file is, by its queue.
-    let from_cache_first = options.mode != Mode::Direct && !matches!(onto, Some(Onto::Staged(..)));
+    let from_cache_first = options.mode != Mode::Direct && capabilities.is_some();
     // Each of them takes two descriptors.
     let mut left = MAPPED;
     let map = |(source, plan): (&OpenFile, &Plan)| {
@@ -81,12 +81,13 @@ pub(crate) fn read(
         copied: sources.iter().map(|_| AtomicU64::new(0)).collect(),
     };
     let direct = plans.iter().any(|plan| plan.options.mode != Mode::Buffered);
-    let memory = BufferMemory { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), direct, ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().collect()).collect();
-    let filled = match onto {
-        None => fill(memory, Sink::Memory, job, &mut queues, &options.fill, watch),
-        Some(Onto::Copied(device, places)) => device.fill(memory, places, job, &mut queues, &options.fill, watch),
-        Some(Onto::Staged(device, targets, limit)) => {
+    let filled = match to {
+        ReadTo::Heap(heap) => {
+            let cached = from_cache_first.then_some(&from_cache as &dyn FillCached);
+            fill(Sink::Memory(BufferMemory { heap, cached, direct }), job, &mut queues, &options.fill, watch)
+        }
+        ReadTo::Device(device, targets, limit) => {
             device.fill_staged((targets, limit), job, &mut queues, &options.fill, watch)
         }
     };

@@ -11,6 +11,6 @@ mod short;
 
 pub use alloc::alloc_and_read;
 pub use builder::Read;
-pub(crate) use job::{Onto, read};
+pub(crate) use job::{ReadTo, read};
 pub use method::{AllocRead, ReadFiles, ReadMethod};
 pub use options::ReadOptions;

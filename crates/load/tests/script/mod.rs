@@ -1,14 +1,38 @@
 //! A queue over bytes in memory that reorders, and fails by script.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_load::fill::{Extent, Job};
+use dmalane_load::fill::{Extent, Job, Target, Targets};
 use dmalane_queue::{
-    Capabilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
+    Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueAddr, Refusal, Refused, StopReason,
+    Ticket, Work,
 };
+
+/// Each buffer goes to one place as a whole.
+#[allow(dead_code)] // not all of the tests that share this file have a device
+pub struct Places(pub Vec<DeviceAddr>);
+
+impl Targets for Places {
+    fn buffers(&self) -> usize {
+        self.0.len()
+    }
+
+    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
+        let mut at = range.start;
+        while at < range.end {
+            let len = max_len.min(range.end - at);
+            let to = self.0[buffer].advance(at).ok_or(Refusal::PastTheTop)?;
+            out.push_back(Target { len, to: Some(to) });
+            at += len;
+        }
+        Ok(())
+    }
+}
 
 /// The fault when the byte at an offset is read.
 #[derive(Clone, PartialEq, Debug)]

@@ -63,8 +63,6 @@ struct Inner<F: Format> {
     /// Counts invalidations; an IOTLB filled under another value is stale.
     epoch: AtomicU64,
     faults: AtomicU64,
-    /// Bytes.
-    pin_limit: AtomicU64,
 }
 
 /// Counters of a [`SoftHost`].
@@ -127,14 +125,7 @@ impl<F: Format> SoftHost<F> {
             iovas: Mutex::new(RangeCache::new(iovas)),
             epoch: AtomicU64::new(0),
             faults: AtomicU64::new(0),
-            pin_limit: AtomicU64::new(u64::MAX),
         })))
-    }
-
-    /// Refuses to have more bytes than this pinned at one time, as a kernel does that counts them against
-    /// RLIMIT_MEMLOCK. A software host pins nothing really, so it has no limit at first.
-    pub fn set_pin_limit(&self, bytes: u64) {
-        self.0.pin_limit.store(bytes, Ordering::Relaxed);
     }
 
     /// A device's access to this host's memory, with an IOTLB of its own.
@@ -167,16 +158,11 @@ impl<F: Format> Registrar for SoftHost<F> {
     /// Gives pages of the buffer frames.
     ///
     /// # Errors
-    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`],
-    /// [`Error::OutOfFrames`].
+    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::OutOfFrames`].
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         buffer.check_pages(&range, FRAME as usize)?;
         let wanted = range.len() as u64 / FRAME;
         let mut frames = lock(&self.0.frames);
-        let (pinned, limit) = (self.0.read().directory.frames() * FRAME, self.0.pin_limit.load(Ordering::Relaxed));
-        if range.len() as u64 > limit.saturating_sub(pinned) {
-            return Err(Error::PinLimit { wanted: range.len() as u64, pinned, limit });
-        }
         let out = Error::OutOfFrames { wanted, limit: frames.limit() };
         let Some(pages) = frames.allocate(wanted) else { return Err(out) };
         if self.0.write().directory.enter(buffer.clone(), range.start as u64 / FRAME, &pages).is_none() {
@@ -204,11 +190,6 @@ impl<F: Format> Registrar for SoftHost<F> {
                 Err(crate::Error::PageTable { span, source }.into())
             }
         }
-    }
-
-    /// The limit that [`SoftHost::set_pin_limit`] set.
-    fn pin_limit(&self) -> Option<u64> {
-        Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

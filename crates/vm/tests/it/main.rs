@@ -7,6 +7,4 @@ mod breaking;
 mod geometries;
 mod long;
 mod shapes;
-#[cfg(feature = "trace")]
-mod trace;
 mod vm;

@@ -136,9 +136,9 @@ impl Serve {
             say(&format!("serving at {place}"));
         }
         system::notify("READY=1");
-        let totals = server.run(listener, stop.as_fd())?;
+        server.run(listener, stop.as_fd())?;
         if !quiet {
-            say(&format!("stopped; {} clients served, {} released", totals.served, totals.released));
+            say("stopped");
         }
         Ok(ExitCode::SUCCESS)
     }

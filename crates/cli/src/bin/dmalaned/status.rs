@@ -1,15 +1,13 @@
 //! `dmalaned status`: clients and their resources.
 
-use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::Args;
 use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
-use dmalane_cli::layout::{Table, fit};
-use dmalane_cli::number::{seconds, within};
+use dmalane_cli::layout::Table;
+use dmalane_cli::number::within;
 use dmalane_cli::output;
 use dmalane_cli::size::binary;
 use serde_json::{Value, json};
@@ -18,14 +16,11 @@ const EXAMPLES: &str = "\
 Examples:
   dmalaned status
   dmalaned status --socket /tmp/card.sock --json | jq '.clients[].pid'
-  dmalaned status --watch
+  watch -n 1 dmalaned status
 
 Exit status: 0 the daemon answered, 1 it did not, 2 usage error.";
 
-/// Clears a terminal.
-const CLEAR: &str = "\x1b[H\x1b[2J";
-
-/// Show a daemon's clients and counters.
+/// Show a daemon's clients and what they use.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
@@ -37,51 +32,26 @@ pub struct Status {
     #[arg(long = "server-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     server_uids: Vec<u32>,
 
-    /// Print JSON; with --watch an object a line
+    /// Print the result as JSON
     #[arg(long)]
     json: bool,
-
-    /// Show it again every second, or as often as said, until it is interrupted or nobody reads it
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds(0.1))]
-    watch: Option<Duration>,
 }
 
 impl Status {
-    /// Queries the daemon and prints the answer, once or until it is ended.
+    /// Queries the daemon and prints the answer.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let Some(every) = self.watch else {
-            let status = self.ask()?;
-            return output::tell(self.json, || json(&self.socket, &status), || text(&status));
-        };
-        loop {
-            let status = self.ask()?;
-            let shown = match self.json {
-                true => format!("{}\n", json(&self.socket, &status)),
-                false if io::stdout().is_terminal() => format!("{CLEAR}{}", fit(&text(&status))),
-                false => text(&status),
-            };
-            // A terminal that is gone is an error of the write.
-            if !output::print_or_closed(&shown)? {
-                return Ok(ExitCode::SUCCESS);
-            }
-            std::thread::sleep(every);
-        }
-    }
-
-    /// Queries the daemon.
-    fn ask(&self) -> Result<DaemonStatus, Failure> {
         let mut options = ClientOptions::new(&self.socket);
         options.server_uids.extend(&self.server_uids);
         let mut status = status(&options)?;
         // Leave out the connection of this query.
         let me = std::process::id();
         status.clients.retain(|c| c.pid != me || c.queues > 0);
-        Ok(status)
+        output::tell(self.json, || json(&self.socket, &status), || text(&status))
     }
 }
 
 fn json(socket: &Path, status: &DaemonStatus) -> Value {
-    let DaemonStatus { uptime, totals, ddr, hbm, clients } = status;
+    let DaemonStatus { uptime, ddr, hbm, clients } = status;
     let client = |c: &ClientStatus| {
         json!({
             "client": c.client,
@@ -102,15 +72,10 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
         })
     };
     json!({
-        "schema": 1,
+        "schema": 2,
         "command": "status",
         "socket": socket.to_string_lossy(),
         "uptime_s": uptime,
-        "served": totals.served,
-        "released": totals.released,
-        "refused": totals.refused,
-        "requests": totals.requests,
-        "errors": totals.errors,
         "ddr_bytes": ddr.0,
         "ddr_total_bytes": ddr.1,
         "hbm_bytes": hbm.0,
@@ -120,15 +85,9 @@ fn json(socket: &Path, status: &DaemonStatus) -> Value {
 }
 
 fn text(status: &DaemonStatus) -> String {
-    let DaemonStatus { uptime, totals, ddr, hbm, clients } = status;
+    let DaemonStatus { uptime, ddr, hbm, clients } = status;
     let mut out = format!(
-        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused\n\
-         DDR {} of {}, HBM {} of {}\n",
-        totals.served,
-        totals.released,
-        totals.refused,
-        totals.requests,
-        totals.errors,
+        "up for {uptime} s; DDR {} of {}, HBM {} of {}\n",
         binary(ddr.0),
         binary(ddr.1),
         binary(hbm.0),

@@ -9,9 +9,9 @@ use dmalane::iopt::{
     self, Error, FaultKind, Format, FormatId, PageTable, Register, TablePool, TableShape, WalkFault, Walked,
     with_format,
 };
-use dmalane::vm::trace::Number;
 
 use super::image::Image;
+use super::number::Number;
 use super::spec::{SpecMapping, wrong};
 use crate::failure::Failure;
 use crate::size;

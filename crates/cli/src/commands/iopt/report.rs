@@ -5,10 +5,10 @@ use std::process::ExitCode;
 
 use dmalane::addr::{Access, PageSize};
 use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
-use dmalane::vm::trace::Number;
 use serde_json::{Value, json};
 
 use super::formats::{self, DumpRun, Dumped};
+use super::number::Number;
 use super::source::ImageSource;
 use crate::failure::Failure;
 use crate::layout::{Table, count, plain};

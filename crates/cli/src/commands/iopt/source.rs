@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 use dmalane::iopt::{FormatId, UnknownFormat};
-use dmalane::vm::trace::Number;
 
 use super::image::Image;
+use super::number::Number;
 use crate::failure::Failure;
 use crate::named::Named;
 

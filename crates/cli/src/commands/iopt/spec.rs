@@ -4,9 +4,10 @@ use std::fs::Metadata;
 use std::path::Path;
 
 use dmalane::addr::Access;
-use dmalane::vm::trace::{Number, plain_json};
+use dmalane::load::plain_json;
 use serde::de::{Deserialize, Deserializer, Error};
 
+use super::number::Number;
 use crate::failure::Failure;
 use crate::source::SourceFile;
 

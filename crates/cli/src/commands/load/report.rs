@@ -33,8 +33,6 @@ pub(super) struct Outcome {
 /// One load.
 pub(super) struct Run {
     pub(super) loaded: Loaded,
-    /// The trace of the binds, of the last run.
-    pub(super) recorded: Option<Vec<u8>>,
     /// Where tensors were bound, and so how they were read back.
     pub(super) space: AddressSpaceKind,
     /// The pages behind the staging buffers.
@@ -161,6 +159,7 @@ pub(super) fn json(o: &Outcome) -> Report<'_> {
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
         "tensors": tensors(&o.run.loaded),
+        "verified": verified.is_some(),
         "verify_s": verified.map(|wall| wall.as_secs_f64()),
         "references": references,
         "host": host,
@@ -210,7 +209,7 @@ fn metadata(file: &LoadedFile) -> Option<serde_json::Map<String, Value>> {
 /// The plan of a load, as `--dry-run --json` prints it.
 pub(super) fn plan_json<'a>(device: &str, placed: &'a Loaded) -> Report<'a> {
     let head = json!({
-        "schema": 4,
+        "schema": 5,
         "command": "load",
         "dry_run": true,
         "device": device,

@@ -1,11 +1,10 @@
 //! The outcome of reading as text, as JSON and for a page.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use dmalane::dma::{Heap, Picked};
+use dmalane::ReadMethod;
+use dmalane::dma::Picked;
 use dmalane::load::fill::FillReport;
-use dmalane::{DeviceSpec, ReadMethod};
 use serde_json::{Value, json};
 
 use crate::layout::{Table, count, plain, wrap};
@@ -18,8 +17,6 @@ pub(super) struct Outcome {
     /// The run with the median time.
     pub(super) run: Run,
     pub(super) runs: MeasuredRuns,
-    /// The device that got them.
-    pub(super) device: Option<DeviceSpec>,
 }
 
 /// Results of one run.
@@ -28,12 +25,6 @@ pub(super) struct Run {
     pub(super) files: Vec<ReadFile>,
     /// Physically contiguous segments of the buffers, where the kernel tells.
     pub(super) segments: Option<u64>,
-    /// Device mappings of the buffers; `None` if none were asked for.
-    pub(super) mappings: Option<usize>,
-    /// The heap of the device, where it reaches no other memory.
-    pub(super) heap: Option<Arc<dyn Heap>>,
-    /// How the device was driven.
-    pub(super) notes: Vec<String>,
 }
 
 /// A file that was read.
@@ -57,7 +48,6 @@ pub(super) fn json(o: &Outcome) -> Value {
         "page_backing": backing,
         "page_backing_fallbacks": fallbacks,
         "segments": o.run.segments,
-        "mappings": o.run.mappings,
     });
     let file = |ReadFile { path, bytes, checksum, method }: &ReadFile| {
         json!({
@@ -78,15 +68,13 @@ pub(super) fn json(o: &Outcome) -> Value {
         "first_chunk_s": r.first_chunk.as_secs_f64(),
         "workers": r.workers,
         "memory": memory,
-        "device": o.device.as_ref().map(|device| json!({ "name": device.to_string(), "notes": o.run.notes })),
         "files": o.run.files.iter().map(file).collect::<Value>(),
     }))
 }
 
 /// The files that were read.
 pub(super) fn answer(o: &Outcome) -> String {
-    let onto = o.device.as_ref().map_or(String::new(), |device| format!(" and onto {}", plain(&device.to_string())));
-    format!("Read {} ({}) into memory{onto}", count(o.run.files.len(), "file"), binary(o.run.report.bytes))
+    format!("Read {} ({}) into memory", count(o.run.files.len(), "file"), binary(o.run.report.bytes))
 }
 
 /// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
@@ -96,9 +84,6 @@ pub(super) fn text(o: &Outcome, verbose: bool) -> String {
         let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
         let (path, method) = (plain(&file.path.to_string_lossy()), plain(&file.method.to_string()));
         out += &wrap(&format!("{path}: {}; {hash}{method}", binary(file.bytes)), 2);
-    }
-    if o.runs.verified {
-        out += "Verified: read back from the device and compared, equal\n";
     }
     if verbose {
         out += &details(o);
@@ -133,11 +118,6 @@ fn details(o: &Outcome) -> String {
             None => "the kernel does not report physical addresses to this process".to_owned(),
         },
     );
-    if let Some(n) = o.run.mappings {
-        o.run.notes.iter().for_each(|note| out += &detail("device", &plain(note)));
-        let how = "each as soon as its memory was allocated, and transferred while the rest was read";
-        out += &detail("device", &format!("mapped in {n} chunks, {how}"));
-    }
     for file in &o.run.files {
         let (direct, buffered) = (binary(file.method.moved.direct), binary(file.method.moved.buffered));
         let path = plain(&file.path.to_string_lossy());

@@ -2,17 +2,15 @@
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use dmalane::addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane::device::{AddressSpaceKind, Placement, SpaceError};
-use dmalane::iopt::FormatId;
-use dmalane::vm::trace::{Timed, Times, TraceError, TraceHeader};
-use dmalane::vm::{BindRequest, Bo};
+use dmalane::iopt::{FormatId, HeapTables};
+use dmalane::vm::{BindRequest, Bo, Error, any_vm};
 use dmalane::{DeviceSpec, OpenOptions};
 
-use super::report::times_text;
 use crate::commands::iopt::FORMAT;
 use crate::device;
 use crate::failure::Failure;
@@ -21,7 +19,7 @@ use crate::number::within;
 use crate::output;
 use crate::size::Size;
 
-const EXAMPLES: &str = "\
+pub(super) const EXAMPLES: &str = "\
 Examples:
   dmalane vm bench                            4 GiB, 100000 binds, in tables of Apple's GPUs
   dmalane vm bench 256MiB 10000 --format x86-64-4level
@@ -60,6 +58,9 @@ pub(super) struct Bench {
     device: Option<DeviceSpec>,
 }
 
+/// Memory for page tables without a device.
+const TABLE_BYTES: u64 = 256 << 20;
+
 /// How a page is bound, and where the buffer and the addresses lie.
 struct Place {
     name: String,
@@ -78,8 +79,11 @@ impl Bench {
     }
 
     fn in_tables(&self) -> Result<(), Failure> {
-        let no_vm = |e: TraceError| Failure::because(format!("no tables of {}", self.format), &e);
-        let mut vm = TraceHeader::default().vm(self.format).map_err(no_vm)?;
+        let no_vm = |e: Error| Failure::because(format!("no tables of {}", self.format), &e);
+        let whole = Span::new(DeviceVa::new(0), 1 << self.format.input_bits()).expect("at most 63 bits");
+        let limit = TABLE_BYTES / self.format.table_shape().table.bytes();
+        let tables = HeapTables::with_limit(CardAddr::new(0), limit as usize);
+        let mut vm = any_vm(self.format, whole, None, tables).map_err(no_vm)?;
         let (page, first) = (self.page(vm.granule())?, vm.range().first());
         let pages = self.bo_size.bytes() / page;
         // An odd factor and a power of two: each place is taken once, and no two in a row are neighbours.
@@ -152,15 +156,22 @@ impl Bench {
         let mut binds: Vec<_> = (0..).zip(offsets).map(bind).collect();
         let others = binds.split_off(1);
         let mut timed = |requests: Vec<BindRequest>| {
-            let (operations, begun) = (requests.len() as u64, Instant::now());
+            let begun = Instant::now();
             apply(requests).map_err(|e| Failure::because("refused", &e))?;
-            Ok::<_, Failure>(Timed { operations, took: begun.elapsed() })
+            Ok::<_, Failure>(begun.elapsed())
         };
-        let mut first_bind = timed(binds)?;
-        first_bind.took += index;
-        let times = Times { first_bind, other_binds: timed(others)?, unbinds: timed(unbinds)?, ..Times::default() };
+        let (first, others, unbinds) = (timed(binds)? + index, timed(others)?, timed(unbinds)?);
         let binds = self.binds;
-        let head = format!("Testing on {} with BO size {size} ({pages} pages) with {binds} binds\n", plain(&name));
-        output::print_text(&(head + &times_text(&times)))
+        let mut out = format!("Testing on {} with BO size {size} ({pages} pages) with {binds} binds\n", plain(&name));
+        out += &format!(" first bind: {}ns\n", first.as_nanos());
+        out += &line("other binds", "bind", binds - 1, others);
+        out += &line("unbinds", "unbind", binds, unbinds);
+        output::print_text(&out)
     }
+}
+
+/// A line about operations that together took so long.
+fn line(what: &str, each: &str, operations: u64, took: Duration) -> String {
+    let ns = (took.as_secs_f64() * 1e9).max(1.0) / operations as f64;
+    format!(" {what}: {}ns per {each}: {ns:.1}ns {:.6}Mop/s\n", took.as_nanos(), 1e3 / ns)
 }

@@ -4,7 +4,7 @@ use super::*;
 
 /// A function, with its register page, its kick and the end of its call.
 fn opened_whole(path: &Path) -> (OwnedFd, [OwnedFd; 3]) {
-    let files = FunctionFiles::new(1).unwrap();
+    let files = FunctionFiles::new().unwrap();
     let open = ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 };
     let once = || {
         let socket = dial(path)?;
@@ -14,8 +14,8 @@ fn opened_whole(path: &Path) -> (OwnedFd, [OwnedFd; 3]) {
     };
     let socket = std::iter::repeat_with(once).find_map(|socket| socket).unwrap();
     let page = files.page.export().unwrap().try_clone_to_owned().unwrap();
-    let FunctionFiles { kick, mut calls, .. } = files;
-    (socket, [page, kick, calls.remove(0)])
+    let FunctionFiles { kick, call, .. } = files;
+    (socket, [page, kick, call])
 }
 
 /// Kicks the daemon although there is no work, and fills the kick's counter.

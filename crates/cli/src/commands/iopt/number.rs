@@ -1,7 +1,6 @@
-//! Numbers of a trace: JSON numbers, or texts that may be hexadecimal.
+//! Addresses and lengths: JSON numbers, or texts that may be hexadecimal.
 
 use std::fmt;
-use std::prelude::v1::*;
 use std::str::FromStr;
 
 use serde::de::{Error, Visitor};
@@ -38,11 +37,6 @@ impl Serialize for Number {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
         s.collect_str(self)
     }
-}
-
-/// Writes a number as one, for ids.
-pub(crate) fn decimal<S: Serializer>(number: &Option<Number>, s: S) -> Result<S::Ok, S::Error> {
-    number.map(|n| n.0).serialize(s)
 }
 
 impl<'de> Deserialize<'de> for Number {

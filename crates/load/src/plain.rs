@@ -1,7 +1,5 @@
 //! Errors of JSON in the words of users, who need not know the parser or the types of this program.
 
-use std::prelude::v1::*;
-
 use serde_json::error::Category;
 
 /// The most characters of a value that are repeated.
