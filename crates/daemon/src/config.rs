@@ -53,14 +53,12 @@ pub struct Config {
     pub spin: Duration,
     /// Time within which the queues of a disconnected client must stop.
     pub stop_timeout: Duration,
-    /// Time within which a client must send its hello message.
-    pub hello_timeout: Duration,
     /// Time within which a client must open a function.
     pub open_timeout: Duration,
 }
 
 impl Default for Config {
-    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 5 s for the hello message, 30 s to open a function.
+    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 30 s to open a function.
     fn default() -> Self {
         Self {
             ddr: 32 << 30,
@@ -72,7 +70,6 @@ impl Default for Config {
             subordinates: Vec::new(),
             spin: Duration::from_micros(100),
             stop_timeout: Duration::from_secs(5),
-            hello_timeout: Duration::from_secs(5),
             open_timeout: Duration::from_secs(30),
         }
     }

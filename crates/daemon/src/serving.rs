@@ -96,13 +96,8 @@ impl<'s> Serving<'s> {
     /// # Errors
     /// Why the connection ends.
     fn wait(&self) -> Result<(), Ending> {
-        let (hello, open) = (self.state.config.hello_timeout, self.state.config.open_timeout);
+        let limit = self.connection.function.is_none().then_some(self.state.config.open_timeout);
         loop {
-            let limit = match self.connection.function {
-                Some(_) => None,
-                None if self.connection.greeted => Some(open),
-                None => Some(hello.min(open)),
-            };
             let after = self.since.elapsed();
             let longest = limit.map(|limit| timespec_of(limit.saturating_sub(after)));
             let fds = [self.connection.socket.as_fd(), self.daemon];
@@ -113,9 +108,7 @@ impl<'s> Serving<'s> {
             }
             // What the client has sent in time is answered, but repeated status requests keep no connection open.
             let is_ready = !fds[0].revents().is_empty();
-            if is_ready
-                && limit.is_none_or(|limit| after <= limit.saturating_mul(if self.connection.greeted { 2 } else { 1 }))
-            {
+            if is_ready && limit.is_none_or(|limit| after <= 2 * limit) {
                 return Ok(());
             }
             if limit.is_some_and(|limit| after >= limit) {
