@@ -17,8 +17,15 @@ use crate::source::{is_stdin, stdin_metadata};
 
 /// Writes `text` to stdout, without its colours where no terminal shows them or `NO_COLOR` is set.
 pub fn print(text: &str) -> Result<(), Failure> {
+    print_or_closed(text).map(drop)
+}
+
+/// As [`print()`]; false when nobody reads it any more.
+pub fn print_or_closed(text: &str) -> Result<bool, Failure> {
     let mut out = anstream::AutoStream::auto(io::stdout().lock());
-    written(out.write_all(spaced(text).as_bytes()).and_then(|()| out.flush()))
+    let result = out.write_all(spaced(text).as_bytes()).and_then(|()| out.flush());
+    let closed = matches!(&result, Err(e) if e.kind() == ErrorKind::BrokenPipe);
+    written(result).map(|()| !closed)
 }
 
 /// As [`print()`], for people: lines that do not fit the terminal are wrapped.

@@ -1,9 +1,13 @@
 //! The daemon's program as its users meet it.
 
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::Access;
@@ -11,7 +15,9 @@ use dmalane::card::regs::BAR_MEMORY;
 use dmalane::daemon::{Client, ClientOptions};
 use dmalane::dma::{Mmio, Registrar};
 use dmalane::queue::Registered;
+use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::Value;
 
 use crate::group::Group;
@@ -133,6 +139,63 @@ fn what_clients_would_meet_is_said_at_the_start() {
         said.contains("dmalaned: warning: a process of the daemon needs") && said.contains("and may have 300"),
         "{said}"
     );
+}
+
+/// Waits for a process that ends by itself.
+fn ended(mut child: Child) -> std::process::ExitStatus {
+    let begun = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        if begun.elapsed() > LONG {
+            let _ = child.kill();
+            panic!("it does not end");
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn the_status_is_watched_until_nobody_can_see_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let socket = path.to_str().unwrap();
+    let daemon = command(&["--socket", socket, "-q"]).spawn().unwrap();
+    drop(wait_for(&path));
+    let watch = |args: &[&str]| command(&[&["status", "--socket", socket, "--watch=0.1"], args].concat());
+    // Two looks and more.
+    let mut child = watch(&["--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    let lines: Vec<String> =
+        BufReader::new(child.stdout.take().unwrap()).lines().take(2).collect::<Result<_, _>>().unwrap();
+    for line in lines {
+        assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["command"], "status");
+    }
+    assert_eq!(ended(child).code(), Some(0), "its reader has left");
+    for signal in [Signal::TERM, Signal::INT] {
+        let (child, _screen) = on_terminal(watch(&[]));
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        assert_eq!(ended(child).signal(), Some(signal.as_raw()));
+    }
+    let (child, screen) = on_terminal(watch(&[]));
+    drop(screen);
+    // Nobody sends SIGHUP: it is not the terminal of the session.
+    assert_eq!(ended(child).code(), Some(1));
+    assert_eq!(end(daemon, Signal::TERM).status.code(), Some(0));
+}
+
+/// Starts a command on a terminal of its own, and waits until it shows something there.
+fn on_terminal(mut command: Command) -> (Child, File) {
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap();
+    let slave = rustix::fs::open(name, OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    let end = || Stdio::from(slave.try_clone().unwrap());
+    let child = command.stdin(Stdio::null()).stdout(end()).stderr(end()).spawn().unwrap();
+    let mut screen = File::from(master);
+    assert!(screen.read(&mut [0; 64]).unwrap() > 0);
+    (child, screen)
 }
 
 #[test]

@@ -1,13 +1,15 @@
 //! `dmalaned status`: clients and their resources.
 
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
 use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
-use dmalane_cli::layout::Table;
-use dmalane_cli::number::within;
+use dmalane_cli::layout::{Table, fit};
+use dmalane_cli::number::{seconds, within};
 use dmalane_cli::output;
 use dmalane_cli::size::binary;
 use serde_json::{Value, json};
@@ -16,9 +18,12 @@ const EXAMPLES: &str = "\
 Examples:
   dmalaned status
   dmalaned status --socket /tmp/card.sock --json | jq '.clients[].pid'
-  watch -n 1 dmalaned status
+  dmalaned status --watch
 
 Exit status: 0 the daemon answered, 1 it did not, 2 usage error.";
+
+/// Clears a terminal.
+const CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// Show a daemon's clients and what they use.
 #[derive(Args)]
@@ -32,21 +37,46 @@ pub struct Status {
     #[arg(long = "server-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     server_uids: Vec<u32>,
 
-    /// Print the result as JSON
+    /// Print JSON; with --watch an object a line
     #[arg(long)]
     json: bool,
+
+    /// Show it again every second, or as often as said, until it is interrupted or nobody reads it
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds(0.1))]
+    watch: Option<Duration>,
 }
 
 impl Status {
-    /// Queries the daemon and prints the answer.
+    /// Queries the daemon and prints the answer, once or until it is ended.
     pub fn run(self) -> Result<ExitCode, Failure> {
+        let Some(every) = self.watch else {
+            let status = self.ask()?;
+            return output::tell(self.json, || json(&self.socket, &status), || text(&status));
+        };
+        loop {
+            let status = self.ask()?;
+            let shown = match self.json {
+                true => format!("{}\n", json(&self.socket, &status)),
+                false if io::stdout().is_terminal() => format!("{CLEAR}{}", fit(&text(&status))),
+                false => text(&status),
+            };
+            // A terminal that is gone is an error of the write.
+            if !output::print_or_closed(&shown)? {
+                return Ok(ExitCode::SUCCESS);
+            }
+            std::thread::sleep(every);
+        }
+    }
+
+    /// Queries the daemon.
+    fn ask(&self) -> Result<DaemonStatus, Failure> {
         let mut options = ClientOptions::new(&self.socket);
         options.server_uids.extend(&self.server_uids);
         let mut status = status(&options)?;
         // Leave out the connection of this query.
         let me = std::process::id();
         status.clients.retain(|c| c.pid != me || c.queues > 0);
-        output::tell(self.json, || json(&self.socket, &status), || text(&status))
+        Ok(status)
     }
 }
 
