@@ -31,21 +31,27 @@
 //! ```
 #![no_std]
 
+#[cfg(any(feature = "alloc", test))]
 extern crate alloc;
 
 mod access;
 mod address;
+#[cfg(feature = "alloc")]
 mod cache;
 mod page;
+#[cfg(feature = "alloc")]
 mod phases;
+#[cfg(feature = "alloc")]
 mod range;
 mod sg;
 mod span;
 
 pub use access::{Access, NotAccess};
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
+#[cfg(feature = "alloc")]
 pub use cache::{Lease, RangeCache};
 pub use page::{PageSize, PageSizes};
+#[cfg(feature = "alloc")]
 pub use range::{RangeAllocator, RangeError};
-pub use sg::{Segment, SegmentAt, SgError, SgIndex, SgKind, SgPages, SgRuns, SgTable};
+pub use sg::*;
 pub use span::Span;

@@ -30,6 +30,7 @@
 //! ```
 #![no_std]
 
+#[cfg(feature = "alloc")]
 extern crate alloc;
 
 // By this name `pool.rs` finds its atomics, so that `tests/interleavings.rs` can give the same source others.
@@ -45,10 +46,12 @@ mod estimate;
 mod flush;
 mod format;
 mod formats;
+mod list;
 mod map;
 mod plain;
 #[cfg(target_has_atomic = "64")]
 mod pool;
+mod protect;
 mod runs;
 mod slots;
 mod table;
@@ -61,11 +64,11 @@ mod words;
 pub use error::{Error, NamedAddr};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
-pub use format::{Entry, Foreign, Format, MAX_LEVELS, Register};
+pub use format::{Entry, Foreign, Format, MAX_LEVELS, Register, Registers};
 pub use formats::*;
 #[cfg(target_has_atomic = "64")]
-pub use pool::{LocalPool, TablePool};
+pub use pool::*;
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
-pub use tables::{HeapTables, TableShape, Tables};
+pub use tables::*;
 pub use walk::{FaultKind, WalkFault, Walked, walk, walk_privileged};
