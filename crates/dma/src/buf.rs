@@ -66,7 +66,7 @@ pub struct SharedBuf {
 
 impl SharedBuf {
     /// Memory of ordinary pages that no heap counts.
-    fn outside_heaps(region: Region) -> Self {
+    pub(crate) fn outside_heaps(region: Region) -> Self {
         let memory = Memory::new(region, PageBacking::base(), Account::none());
         Self { slice: BufferSlice::whole(Arc::new(memory)) }
     }

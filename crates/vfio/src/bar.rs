@@ -86,7 +86,7 @@ impl BarMap {
         {
             return Err(device.region_error(region, RegionError::AlignmentBelowPage));
         }
-        let memory = sys::BarMemory::map(device.fd(), file_offset + range.start, size, align);
+        let memory = sys::BarMemory::map(device.as_fd(), file_offset + range.start, size, align);
         let memory = memory.map_err(Error::kernel(format_args!("map region {region} of {}", device.bdf())))?;
         Ok(Self { memory, device, region, range, dma_buf: OnceLock::new() })
     }
@@ -105,7 +105,7 @@ impl BarMap {
             return Err(self.error(RegionError::NotWholePages));
         }
         let bdf = self.device.bdf();
-        let made = sys::dma_buf(self.device.fd(), self.region, self.range.start, self.len());
+        let made = sys::dma_buf(self.device.as_fd(), self.region, self.range.start, self.len());
         let made = made.map_err(|source| match Errno::from_io_error(&source) {
             // Not supported by this kernel, by this VFIO driver, or without peer-to-peer DMA in the kernel.
             Some(Errno::NOTTY | Errno::OPNOTSUPP | Errno::INVAL) => Error::NoDmaBuf { bdf, source },

@@ -1,19 +1,40 @@
 //! A VFIO device as the bus of its driver.
 
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use crate::{BarAlignment, BarMap, Bdf, Error, Irq, PciDevice, RegionError};
 use dmalane_addr::Access;
 use dmalane_dma::{self as dma, BufferRef, InterruptEvents, Mapping, Mmio, Pinned, Registrar};
-use vfio_bindings::bindings::vfio as abi;
-
-use crate::{BarAlignment, BarMap, Bdf, Error, PciDevice, RegionError};
 
 /// The number of BARs of a PCI function.
 const BARS: u32 = 6;
-/// Maximum number of interrupts: one for each channel of a device.
-const VECTORS: u32 = 32;
+
+/// What a [`VfioBus`] changes of its device, and takes back when it is dropped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct BusOptions {
+    /// Interrupts to enable at most; with 0 the device's are left alone, and [`Mmio::wait`] only waits.
+    pub interrupts: u32,
+    /// Let the device access memory. Otherwise that is for [`PciDevice::set_bus_master`], or a guest.
+    pub bus_master: bool,
+}
+
+impl Default for BusOptions {
+    /// One interrupt for each channel of a device, up to 32, and access to memory.
+    fn default() -> Self {
+        Self { interrupts: 32, bus_master: true }
+    }
+}
+
+impl BusOptions {
+    /// No interrupts, and no access to memory: only registers, and memory that is mapped.
+    pub fn passive() -> Self {
+        Self { interrupts: 0, bus_master: false }
+    }
+}
 
 /// A device as its driver sees it: registers in mapped BARs, memory mapped through the kernel's IOMMU driver,
 /// interrupts as eventfds.
@@ -23,9 +44,10 @@ pub struct VfioBus {
     device: PciDevice,
     /// The mapped areas of each BAR.
     bars: [OnceLock<Vec<BarMap>>; BARS as usize],
-    /// The interrupts' index in VFIO: MSI-X or MSI.
-    kind: u32,
+    /// MSI-X or MSI.
+    irq: Irq,
     interrupts: InterruptEvents,
+    bus_master: bool,
 }
 
 impl VfioBus {
@@ -34,19 +56,35 @@ impl VfioBus {
     /// # Errors
     /// [`Error::NoInterrupts`]; [`Error::Kernel`].
     pub fn new(device: PciDevice) -> Result<Self, Error> {
-        let mut kind = abi::VFIO_PCI_MSIX_IRQ_INDEX;
-        let mut count = device.interrupt_count(kind)?;
-        if count == 0 {
-            kind = abi::VFIO_PCI_MSI_IRQ_INDEX;
-            count = device.interrupt_count(kind)?;
+        Self::with_options(device, BusOptions::default())
+    }
+
+    /// As [`VfioBus::new`], with less than that.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_options(device: PciDevice, options: BusOptions) -> Result<Self, Error> {
+        let (mut irq, mut count) = (Irq::Msix, 0);
+        if options.interrupts > 0 {
+            count = device.irq_count(irq)?;
+            if count == 0 {
+                irq = Irq::Msi;
+                count = device.irq_count(irq)?;
+            }
+            if count == 0 {
+                return Err(Error::NoInterrupts(device.bdf()));
+            }
         }
-        if count == 0 {
-            return Err(Error::NoInterrupts(device.bdf()));
+        let count = count.min(options.interrupts);
+        let interrupts = InterruptEvents::new(count).map_err(Error::kernel("create an eventfd"))?;
+        let events: Vec<_> = interrupts.events().iter().map(|event| Some(event.as_fd())).collect();
+        if count > 0 {
+            device.set_irqs(irq, 0, &events)?;
         }
-        let interrupts = InterruptEvents::new(count.min(VECTORS)).map_err(Error::kernel("create an eventfd"))?;
-        device.set_interrupts(kind, interrupts.events())?;
-        let this = Self { device, bars: Default::default(), kind, interrupts };
-        this.device.set_bus_master(true)?;
+        let this = Self { device, bars: Default::default(), irq, interrupts, bus_master: options.bus_master };
+        if options.bus_master {
+            this.device.set_bus_master(true)?;
+        }
         Ok(this)
     }
 
@@ -62,7 +100,7 @@ impl VfioBus {
 
     /// The number of enabled interrupts, and whether they are MSI-X.
     pub fn interrupts(&self) -> (usize, bool) {
-        (self.interrupts.events().len(), self.kind == abi::VFIO_PCI_MSIX_IRQ_INDEX)
+        (self.interrupts.events().len(), self.irq == Irq::Msix)
     }
 
     /// The areas of a BAR, mapped on first use. The rest is read and written through the kernel.
@@ -106,30 +144,22 @@ impl VfioBus {
     }
 }
 
+/// Through the [`VfioContainer`](crate::VfioContainer) of the device.
 impl Registrar for VfioBus {
-    /// Only records the buffer: the kernel pins memory when it is mapped.
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
-        buffer.check_pages(&range, self.device.container().page_size().bytes() as usize)?;
-        Ok(Pinned::new(buffer.clone(), range, None, self.device.container().0.clone()))
+        self.device.container().pin_range(buffer, range)
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
         self.device.container().map_list(pinned, access)
     }
 
-    /// The bytes that are mapped plus those that may still be locked; no limit for a process with `CAP_IPC_LOCK`.
     fn pin_limit(&self) -> Option<u64> {
-        const CAP_IPC_LOCK: u32 = 14;
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let effective = status.lines().find_map(|l| u64::from_str_radix(l.strip_prefix("CapEff:")?.trim(), 16).ok());
-        match effective.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 == 1) {
-            true => None,
-            false => dma::memlock_left().map(|left| left.saturating_add(self.device.container().mapped_bytes())),
-        }
+        self.device.container().pin_limit()
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
-        mapping.pinned().is_from(&self.device.container().0)
+        self.device.container().owns(mapping)
     }
 }
 
@@ -162,8 +192,12 @@ impl Mmio for VfioBus {
 impl Drop for VfioBus {
     fn drop(&mut self) {
         // DMA ends first, then interrupts. A device that was removed fails both calls and does neither.
-        let _ = self.device.set_bus_master(false);
-        let _ = self.device.set_interrupts(self.kind, &[]);
+        if self.bus_master {
+            let _ = self.device.set_bus_master(false);
+        }
+        if !self.interrupts.events().is_empty() {
+            let _ = self.device.set_irqs(self.irq, 0, &[]);
+        }
     }
 }
 
@@ -194,8 +228,8 @@ mod tests {
         let areas = vec![(0, PAGE), (2 * PAGE, PAGE)];
         let device = PciDevice::of_file(file.try_clone().unwrap().into(), PAGE..4 * PAGE, Some(areas)).unwrap();
         device.set_bus_master(true).unwrap();
-        let (kind, interrupts) = (abi::VFIO_PCI_MSIX_IRQ_INDEX, InterruptEvents::new(2).unwrap());
-        let bus = VfioBus { device: device.clone(), bars: Default::default(), kind, interrupts };
+        let (irq, interrupts) = (Irq::Msix, InterruptEvents::new(2).unwrap());
+        let bus = VfioBus { device: device.clone(), bars: Default::default(), irq, interrupts, bus_master: true };
         assert_eq!((bus.bdf(), bus.interrupts()), (device.bdf(), (2, true)));
         assert!(format!("{bus:?}").starts_with("VfioBus { device: PciDevice"));
         let on_file = |offset: u64, len: usize| {
@@ -237,8 +271,8 @@ mod tests {
     fn a_device_without_a_container_maps_nothing() {
         let file = tempfile::tempfile().unwrap();
         let device = PciDevice::of_file(file.into(), PAGE..2 * PAGE, None).unwrap();
-        let interrupts = InterruptEvents::new(0).unwrap();
-        let bus = VfioBus { device, bars: Default::default(), kind: 0, interrupts };
+        let bus = VfioBus::with_options(device, BusOptions::passive()).unwrap();
+        assert!(!bus.wait(Duration::ZERO) && bus.interrupts().0 == 0);
         let buf = AnonHeap::new().allocate(PAGE as usize).unwrap().share();
         let pinned = bus.pin(&buf.reference()).unwrap();
         let refused = bus.map(pinned, Access::READ).unwrap_err();
