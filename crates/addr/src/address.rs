@@ -93,7 +93,8 @@ macro_rules! address {
             }
 
             const fn extended(bits: u64) -> u64 {
-                if bits >> ($bits - 1) >> 1 == 0 { ((bits << (64 - $bits)) as i64 >> (64 - $bits)) as u64 } else { bits }
+                let above = 64 - $bits;
+                if bits << above >> above == bits { ((bits << above) as i64 >> above) as u64 } else { bits }
             }
         }
 

@@ -3,8 +3,8 @@
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
 //! other value unmaps or accesses it. It is readable and writable until the value is dropped. Established by
 //! [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`], [`Region::import`] and [`Region::dma_buf`], and
-//! by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`SharedBuf::from_raw`], where others access
-//! it too; [`Region::cut`] passes it on to disjoint fragments, which keep a reference to their mapping. A drop unmaps a
+//! by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`RawMemory::new`], where others access it
+//! too; [`Region::cut`] passes it on to disjoint fragments, which keep a reference to their mapping. A drop unmaps a
 //! whole mapping, drops a fragment's reference to it, or moves either into a new value for the pool that is the
 //! region's home.
 #![allow(unsafe_code)]
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, Weak};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
-use crate::{Error, PageBacking, PageKind, SharedBuf, VolatileSlice};
+use crate::{Error, PageBacking, PageKind, VolatileSlice};
 
 pub(crate) const HUGE: usize = 2 << 20;
 
@@ -92,10 +92,11 @@ impl Home {
     }
 }
 
-impl SharedBuf {
-    /// Memory that exists, as it is: a guest's, or a mapping of a file. It is not zeroed, and `owner` is dropped with
-    /// the last reference to it. Others may use it at the same time, so it never becomes a [`CpuBuf`](crate::CpuBuf),
-    /// and its bytes are never lent.
+/// Memory that exists, a guest's or a mapping of a file, for [`SharedBuf::from_memory`](crate::SharedBuf::from_memory).
+pub struct RawMemory(pub(crate) Region);
+
+impl RawMemory {
+    /// Memory that `owner` keeps mapped. Others may use it at the same time.
     ///
     /// # Errors
     /// [`Error::BadLength`] unless it is whole pages of the kernel.
@@ -103,12 +104,12 @@ impl SharedBuf {
     /// # Safety
     /// `ptr..ptr + len` stays mapped, readable, writable and initialised until `owner` is dropped. Nobody uses a Rust
     /// reference into it until then.
-    pub unsafe fn from_raw(ptr: NonNull<u8>, len: usize, owner: impl Send + Sync + 'static) -> Result<Self, Error> {
+    pub unsafe fn new(ptr: NonNull<u8>, len: usize, owner: impl Send + Sync + 'static) -> Result<Self, Error> {
         if len == 0 || !(ptr.addr().get() | len).is_multiple_of(page()) {
             return Err(Error::BadLength(len));
         }
         // Exported from the start: no slice is ever made of it.
-        Ok(Self::outside_heaps(Region::of_owner(ptr, len, Box::new(owner), true)))
+        Ok(Self(Region::of_owner(ptr, len, Box::new(owner), true)))
     }
 }
 
@@ -857,11 +858,12 @@ mod tests {
         let (ptr, held) = (guest.ptr, Arc::new(()));
         for (skip, len) in [(0, 0), (8, page()), (0, page() + 8)] {
             // SAFETY: of the region, which lives on, and nobody has a reference into it.
-            let refused = unsafe { SharedBuf::from_raw(ptr.byte_add(skip), len, ()) };
+            let refused = unsafe { RawMemory::new(ptr.byte_add(skip), len, ()) };
             assert!(matches!(refused, Err(Error::BadLength(n)) if n == len));
         }
         // SAFETY: as above; the owner is the region.
-        let buf = unsafe { SharedBuf::from_raw(ptr, 4 * page(), (guest, held.clone())) }.unwrap();
+        let memory = unsafe { RawMemory::new(ptr, 4 * page(), (guest, held.clone())) }.unwrap();
+        let buf = crate::SharedBuf::from_memory(memory);
         let mut bytes = [0; 6];
         buf.as_volatile_slice().read(&mut bytes);
         assert_eq!((&bytes, buf.len()), (b"theirs", 4 * page()));
