@@ -554,17 +554,22 @@ impl Registrar for UserBus {
 impl Mmio for UserBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
         let mut bytes = [0; 4];
-        let aligned = offset.is_multiple_of(4) && bar < 6;
-        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        self.read_region(bar.into(), offset, &mut bytes).map_err(|e| register_error(e, no_register(bar, offset, 4)))?;
+        offset.is_multiple_of(4).then_some(()).ok_or(no_register(bar, offset, 4))?;
+        self.read_bytes(bar, offset, &mut bytes)?;
         Ok(u32::from_le_bytes(bytes))
     }
 
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), dma::Error> {
-        let aligned = offset.is_multiple_of(4) && bar < 6;
-        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        self.write_region(bar.into(), offset, &value.to_le_bytes())
-            .map_err(|e| register_error(e, no_register(bar, offset, 4)))
+        offset.is_multiple_of(4).then_some(()).ok_or(no_register(bar, offset, 4))?;
+        self.write_bytes(bar, offset, &value.to_le_bytes())
+    }
+
+    fn read_bytes(&self, bar: u8, offset: u64, into: &mut [u8]) -> Result<(), dma::Error> {
+        let none = no_register(bar, offset, into.len());
+        match bar {
+            0..6 => self.read_region(bar.into(), offset, into).map_err(|e| register_error(e, none)),
+            _ => Err(none),
+        }
     }
 
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), dma::Error> {

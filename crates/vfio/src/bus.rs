@@ -172,6 +172,13 @@ impl Mmio for VfioBus {
         self.register((bar, offset, 4, 4), BarMap::load_u32, through_kernel)
     }
 
+    fn read_bytes(&self, bar: u8, offset: u64, into: &mut [u8]) -> Result<(), dma::Error> {
+        let (len, into) = (into.len(), std::cell::Cell::new(into));
+        let mapped = |area: &BarMap, at| area.read(at, into.take());
+        let through_kernel = |device: &PciDevice| device.read_region(bar.into(), offset, into.take());
+        self.register((bar, offset, len, 1), mapped, through_kernel)
+    }
+
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), dma::Error> {
         let mapped = |area: &BarMap, at| area.store_u32(at, value);
         let through_kernel = |device: &PciDevice| device.write_region(bar.into(), offset, &value.to_le_bytes());
@@ -246,7 +253,13 @@ mod tests {
             assert_eq!(bus.read32(0, offset).unwrap(), 0x0403_0201);
             bus.write_bytes(0, offset + 1, &[7, 8]).unwrap();
             assert_eq!(on_file(offset, 4), [1, 7, 8, 4], "{offset:#x}");
+            let mut bytes = [0; 3];
+            bus.read_bytes(0, offset + 1, &mut bytes).unwrap();
+            assert_eq!(bytes, [7, 8, 4]);
         }
+        bus.write64(0, 8, 0x0807_0605_0403_0201).unwrap();
+        assert_eq!(bus.read64(0, 8).unwrap(), 0x0807_0605_0403_0201);
+        assert!(bus.read64(0, 3 * PAGE - 4).is_err() && bus.read64(6, 0).is_err());
         // Across the end of an area, so through the kernel.
         bus.write_bytes(0, PAGE - 3, &[1; 6]).unwrap();
         assert_eq!(on_file(PAGE - 4, 8), [1, 1, 1, 1, 1, 1, 1, 4]);
