@@ -13,7 +13,7 @@ use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HaltWatch, HostSlice, OpError, Operation, Queue,
     Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
 };
-use dmalane::{HostModel, LoadOptions, ModelOptions, OpenDevice, Placement};
+use dmalane::{HostModel, LoadOptions, ModelOptions, OpenDevice, Placement, error_chain};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
@@ -512,7 +512,7 @@ impl Opened {
         let error = completion.result.err();
         let result = error.as_ref().map_or(0, |e| -number_of(e).0);
         let ended = DmlCompletion { user, bytes: completion.bytes, result, zero: 0 };
-        Some((ended, error.map(|e| e.to_string())))
+        Some((ended, error.map(|e| error_chain(&e))))
     }
 }
 

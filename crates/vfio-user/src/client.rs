@@ -639,12 +639,17 @@ mod tests {
     /// Long enough for a device that answers at once.
     const SHORT: Duration = Duration::from_secs(1);
 
+    /// An error with its source.
+    fn chain(error: Error) -> String {
+        format!("{error}: {}", std::error::Error::source(&error).expect("a source"))
+    }
+
     #[test]
     fn a_device_that_does_not_read_times_out() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let mut socket = Socket::new(ours, SHORT).unwrap();
         let began = Instant::now();
-        let error = socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err().to_string();
+        let error = chain(socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err());
         assert_eq!(error, "the device's process does not answer to RegionWrite: not within 1s");
         assert!(began.elapsed() >= SHORT && began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
     }
@@ -677,7 +682,7 @@ mod tests {
     #[test]
     fn a_silent_device_times_out_and_a_refusal_is_no_success() {
         let (ours, _silent) = UnixStream::pair().unwrap();
-        let error = Socket::new(ours, SHORT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err().to_string();
+        let error = chain(Socket::new(ours, SHORT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err());
         assert_eq!(error, "the device's process does not answer to Reset: not within 1s");
         for (number, text) in [
             (u32::MAX, "error number 4294967295, which Linux does not have"),
@@ -691,7 +696,7 @@ mod tests {
                 let request = receive(&mut theirs).unwrap().unwrap();
                 send(&mut theirs, request.id, request.command, REPLY | ERROR, number, &[], &[]).unwrap();
             });
-            let error = Socket::new(ours, TIMEOUT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err().to_string();
+            let error = chain(Socket::new(ours, TIMEOUT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err());
             assert_eq!(error, format!("the device's process refuses Reset: {text}"));
             device.join().unwrap();
         }

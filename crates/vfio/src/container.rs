@@ -171,6 +171,7 @@ impl VfioContainer {
 
     /// From now on maps memfds by their address in this process, which iommufd otherwise maps by their file, to measure
     /// the difference.
+    #[doc(hidden)]
     pub fn map_by_address(&self) {
         self.0.by_address.store(true, Ordering::Relaxed);
     }
@@ -502,7 +503,7 @@ mod tests {
         let page = span(0x1000, 0x1fff);
         let explained = |errno: Errno, access: Access| explain(io::Error::from(errno), 0x1000, page, access);
         let refused = explained(Errno::INVAL, Access::RW).to_string();
-        assert!(refused.starts_with("cannot map 4096 bytes at 0x1000 to IOVA 0x1000: Invalid argument"), "{refused}");
+        assert_eq!(refused, "cannot map 4096 bytes at 0x1000 to IOVA 0x1000");
         let read_only = explained(Errno::FAULT, Access::RW);
         assert!(matches!(read_only, Error::NotMemory { writable: true, .. }));
         assert!(read_only.to_string().contains("read-only"));

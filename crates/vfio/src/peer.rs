@@ -122,6 +122,7 @@ impl PeerMapping {
     }
 
     /// Time that the kernel took to map it.
+    #[doc(hidden)]
     pub fn map_time(&self) -> Duration {
         self.map_time
     }
