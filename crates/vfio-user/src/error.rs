@@ -22,7 +22,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The process behind the socket is another user's.
-    #[error("cannot use {}: if the user of its server is right, say so (-d vfio-user:SOCKET,server-uid=UID)", path.display())]
+    #[error("cannot use {} (if the user of its server is right: -d vfio-user:SOCKET,server-uid=UID)", path.display())]
     WrongServer {
         /// The socket.
         path: PathBuf,

@@ -95,7 +95,8 @@ pub enum Error {
     /// The kernel refuses the IOMMU of a group or a device; without interrupt remapping a device could forge
     /// interrupts.
     #[error(
-        "the kernel refuses {what} (without interrupt remapping it requires allow_unsafe_interrupts=1 of module {module})"
+        "the kernel refuses {what} (without interrupt remapping it requires allow_unsafe_interrupts=1 of \
+         module {module})"
     )]
     Attach {
         /// The attempt.
