@@ -5,16 +5,11 @@ use core::hash::Hash;
 
 use crate::PageSize;
 
-mod sealed {
-    pub trait Sealed {}
-}
-
 /// A 64-bit address in one particular space.
 ///
-/// Sealed: a new space is a new type in this crate, so that every crate agrees on the set.
-pub trait Address:
-    Copy + Eq + Ord + Hash + Debug + Display + LowerHex + Send + Sync + 'static + sealed::Sealed
-{
+/// A space of one's own, such as a kernel's virtual addresses, is one line of [`address!`](crate::address!). Types of
+/// one's own are ordered as their [`bits`](Self::bits), and [`new`](Self::new) of these gives the same address.
+pub trait Address: Copy + Eq + Ord + Hash + Debug + Display + LowerHex + Send + Sync + 'static {
     /// The name of the space in messages ("IOVA").
     const SPACE: &'static str;
 
@@ -23,6 +18,11 @@ pub trait Address:
 
     /// The address as a number.
     fn bits(self) -> u64;
+
+    /// The address as people write it, where that is not [`bits`](Self::bits).
+    fn shown(self) -> u64 {
+        self.bits()
+    }
 
     /// The address plus `bytes`, or `None` past the top of the space.
     fn checked_add(self, bytes: u64) -> Option<Self> {
@@ -51,52 +51,81 @@ pub trait Address:
     }
 }
 
+/// Makes a type for addresses of one space: its documentation, visibility, name, and the name of the space in messages.
+///
+/// With a number of bits, addresses are sign-extended from it as processors want them (*canonical*): page tables get
+/// the lower bits, people see all 64. An address that is not canonical stays as it is, and page tables refuse it.
+///
+/// ```
+/// use dmalane_addr::{Address, address};
+/// address! {
+///     /// A virtual address of the kernel.
+///     pub KernelVa, "kernel VA", 48
+/// }
+/// let va = KernelVa::new(0xffff_8000_0000_1000);
+/// assert_eq!((va.bits(), va.to_string()), (0x8000_0000_1000, "kernel VA 0xffff800000001000".into()));
+/// ```
+#[macro_export]
 macro_rules! address {
-    ($(#[doc = $doc:literal])* $name:ident, $space:literal, $shown:literal) => {
-        $(#[doc = $doc])*
+    ($(#[$doc:meta])* $vis:vis $name:ident, $space:literal) => {
+        $crate::address! { $(#[$doc])* $vis $name, $space, 64 }
+    };
+    ($(#[$doc:meta])* $vis:vis $name:ident, $space:literal, $bits:literal) => {
+        $crate::address! { $(#[$doc])* $vis $name, $space, $bits, "{} {:#x}" }
+    };
+    ($(#[$doc:meta])* $vis:vis $name:ident, $space:literal, $bits:literal, $format:literal) => {
+        $(#[$doc])*
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(transparent)]
-        pub struct $name(u64);
+        $vis struct $name(u64);
 
+        #[allow(dead_code)]
         impl $name {
             /// The address with these bits.
             pub const fn new(bits: u64) -> Self {
-                Self(bits)
+                let own = bits & u64::MAX >> (64 - $bits);
+                Self(if Self::extended(own) == bits { own } else { bits })
             }
 
             /// The address as a number.
             pub const fn bits(self) -> u64 {
                 self.0
             }
+
+            const fn extended(bits: u64) -> u64 {
+                let above = 64 - $bits;
+                if bits << above >> above == bits { ((bits << above) as i64 >> above) as u64 } else { bits }
+            }
         }
 
-        impl sealed::Sealed for $name {}
-
-        impl Address for $name {
+        impl $crate::Address for $name {
             const SPACE: &'static str = $space;
             fn new(bits: u64) -> Self {
-                Self(bits)
+                Self::new(bits)
             }
             fn bits(self) -> u64 {
                 self.0
             }
-        }
-
-        impl Debug for $name {
-            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-                write!(f, "{}({:#x})", stringify!($name), self.0)
+            fn shown(self) -> u64 {
+                Self::extended(self.0)
             }
         }
 
-        impl Display for $name {
+        impl core::fmt::Debug for $name {
             fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-                write!(f, $shown, $space, self.0)
+                write!(f, "{}({:#x})", stringify!($name), $crate::Address::shown(*self))
             }
         }
 
-        impl LowerHex for $name {
+        impl core::fmt::Display for $name {
             fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-                LowerHex::fmt(&self.0, f)
+                write!(f, $format, $space, $crate::Address::shown(*self))
+            }
+        }
+
+        impl core::fmt::LowerHex for $name {
+            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+                core::fmt::LowerHex::fmt(&$crate::Address::shown(*self), f)
             }
         }
     };
@@ -104,23 +133,23 @@ macro_rules! address {
 
 address! {
     /// An address of host memory as the memory controller sees it.
-    PhysAddr, "physical address", "{} {:#x}"
+    pub PhysAddr, "physical address"
 }
 address! {
     /// An IO virtual address: what a device puts on the bus, translated by the IOMMU.
-    Iova, "IOVA", "{} {:#x}"
+    pub Iova, "IOVA"
 }
 address! {
     /// A device virtual address: what a program on the device uses, translated by the device's own MMU.
-    DeviceVa, "device VA", "{} {:#x}"
+    pub DeviceVa, "device VA"
 }
 address! {
     /// An address of the card's own memory (DDR or HBM).
-    CardAddr, "card address", "{} {:#x}"
+    pub CardAddr, "card address"
 }
 address! {
     /// A byte position in a file.
-    FileOffset, "file offset", "{} {}"
+    pub FileOffset, "file offset", 64, "{} {}"
 }
 
 #[cfg(test)]
@@ -142,5 +171,27 @@ mod tests {
     fn messages_name_the_space() {
         assert_eq!(Iova::new(0x1000).to_string(), "IOVA 0x1000");
         assert_eq!(alloc::format!("{:?}", CardAddr::new(16)), "CardAddr(0x10)");
+        assert_eq!(alloc::format!("{} {:x}", FileOffset::new(16), CardAddr::new(16)), "file offset 16 10");
+    }
+
+    address! { Kernel, "kernel VA", 48 }
+
+    #[test]
+    fn canonical_addresses_are_those_that_a_table_translates() {
+        for (given, bits) in [
+            (0xffff_8000_0000_1000, 0x8000_0000_1000),
+            (u64::MAX, 0xffff_ffff_ffff),
+            (0x7fff_ffff_f000, 0x7fff_ffff_f000),
+            // Not canonical: no table takes them for another address.
+            (0x1_0000_0000_0000, 0x1_0000_0000_0000),
+            (0xfffe_8000_0000_0000, 0xfffe_8000_0000_0000),
+        ] {
+            let va = Kernel::new(given);
+            assert_eq!((va.bits(), va.shown(), Kernel::new(va.bits())), (bits, given, va), "{given:#x}");
+        }
+        // In the hole between the halves: taken as 48 bits of an address.
+        assert_eq!(Kernel::new(0x8000_0000_0000), Kernel::new(0xffff_8000_0000_0000));
+        assert_eq!(Kernel::new(u64::MAX).to_string(), "kernel VA 0xffffffffffffffff");
+        assert!(Kernel::new(0xffff_8000_0000_0000) > Kernel::new(0x7fff_ffff_ffff));
     }
 }

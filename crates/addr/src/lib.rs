@@ -1,9 +1,5 @@
 //! The vocabulary of dmalane: one type per address space and the plain data structures built on them.
-//!
-//! Nothing here touches memory. [`Span`] is a range that may reach the top of its space, [`SgTable`] describes
-//! a buffer as physically contiguous segments, [`SgIndex`] finds any of its pages at once, [`RangeAllocator`] hands out
-//! IOVAs, card memory and device VAs (faster with a [`RangeCache`] in front).
-//!
+#![doc = include_str!("../README.md")]
 //! Mixing two address spaces does not compile:
 //!
 //! ```compile_fail,E0308
@@ -31,21 +27,29 @@
 //! ```
 #![no_std]
 
+#[cfg(any(feature = "alloc", test))]
 extern crate alloc;
 
 mod access;
 mod address;
+#[cfg(feature = "alloc")]
 mod cache;
 mod page;
+#[cfg(feature = "alloc")]
 mod phases;
+#[cfg(feature = "alloc")]
 mod range;
 mod sg;
 mod span;
 
 pub use access::{Access, NotAccess};
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
+#[cfg(feature = "alloc")]
 pub use cache::{Lease, RangeCache};
 pub use page::{PageSize, PageSizes};
+#[cfg(feature = "alloc")]
 pub use range::{RangeAllocator, RangeError};
-pub use sg::{Segment, SegmentAt, SgError, SgIndex, SgKind, SgPages, SgRuns, SgTable};
+pub use sg::{Segment, SegmentAt, SgError};
+#[cfg(feature = "alloc")]
+pub use sg::{SgIndex, SgKind, SgPages, SgRuns, SgTable};
 pub use span::Span;

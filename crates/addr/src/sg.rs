@@ -3,15 +3,22 @@
 //! [`SgTable`] is a list that grows; a lookup is a binary search. [`SgIndex`] is built once from all segments and finds
 //! any page in two loads. Use the table while a buffer is built, and the index to look up pages in random order.
 
+#[cfg(feature = "alloc")]
 mod buckets;
+#[cfg(feature = "alloc")]
 mod index;
+#[cfg(feature = "alloc")]
 mod plain;
+#[cfg(feature = "alloc")]
 mod rank;
 mod segment;
+#[cfg(feature = "alloc")]
 mod table;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "alloc")]
 pub use index::{SgIndex, SgKind, SgPages, SgRuns};
 pub use segment::{Segment, SegmentAt, SgError};
+#[cfg(feature = "alloc")]
 pub use table::SgTable;

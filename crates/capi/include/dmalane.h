@@ -112,8 +112,10 @@ struct dml_run {
 uint32_t dml_abi_version(void);
 
 /* Copies the text of this thread's last error, cut to `size` bytes including the terminating zero. Returns its full
- * length, or 0. */
+ * length, or 0. The text begins with the name of the number: "EINVAL: ". */
 size_t dml_last_error(char *text, size_t size);
+/* The name of an error number, positive or negative: "EINVAL"; "" for one that Linux does not have. */
+const char *dml_error_name(int32_t number);
 
 int32_t dml_device_create(dml_device *device);
 /* VMs of the device exist until they are destroyed. */
@@ -298,8 +300,10 @@ struct dml_target_info {
 };
 
 /* Opens a device by the name that `dmalane devices` prints: "soft", "vulkan:0", "cuda:0", "vfio:0000:01:00.0",
- * "ram:64MiB". -EINVAL for a name that names nothing, -ENODEV for a device that cannot be opened. A target belongs to
- * the process that opened it: in a child of fork() its calls return -ENODEV, and destroying objects undoes nothing. */
+ * "ram:64MiB". Options follow behind commas: "soft,ddr=1GiB,hbm=4MiB" takes little address space, for programs under
+ * `ulimit -v` or Valgrind ("soft" takes 96 GiB of it). -EINVAL for a name that names nothing, the kernel's error for a
+ * device that cannot be opened, or -ENODEV. A target belongs to the process that opened it: in a child of fork() its
+ * calls return -ENODEV, and destroying objects undoes nothing. */
 int32_t dml_target_open(const char *name, dml_target *target);
 int32_t dml_target_info(dml_target target, struct dml_target_info *info);
 /* -EBUSY while completions have not been polled. Its host memory and its loads exist until they are destroyed. */
@@ -322,7 +326,8 @@ int32_t dml_target_allocate(dml_target target, uint64_t len, const char *placeme
 int32_t dml_target_free(dml_target target, uint32_t handle);
 
 /* Reserves `len` bytes of device virtual addresses for device memory, 0 for as many as that has. `reserved` is the
- * length of the range, which may be longer. With DML_TARGET_FLAT the range is where the memory lies. */
+ * length of the range, which may be longer: what dml_target_bind() binds there is at most the memory's length, rounded
+ * up to its page (`page` of dml_target_info). With DML_TARGET_FLAT the range is where the memory lies. */
 int32_t dml_target_reserve(dml_target target, uint32_t handle, uint64_t len, uint64_t *va, uint64_t *reserved);
 /* Unbinds all in the range that begins at `va`, and gives it back. -EBUSY while completions have not been polled. */
 int32_t dml_target_release(dml_target target, uint64_t va);

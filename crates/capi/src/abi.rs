@@ -652,6 +652,13 @@ pub extern "C" fn dml_abi_version() -> u32 {
     DML_ABI_VERSION
 }
 
+/// The name of an error number, positive or negative: "EINVAL"; "" for one that Linux does not have. It stays valid.
+// SAFETY: all names begin with `dml_`, which is ours; the linker would refuse two of one.
+#[unsafe(no_mangle)]
+pub extern "C" fn dml_error_name(number: i32) -> *const c_char {
+    objects::name(number).as_ptr().cast()
+}
+
 /// Writes what the last error of this thread was, cut to `size` bytes with the zero at the end, and gives the length
 /// that it has without that. Gives 0 when there was none.
 ///

@@ -26,15 +26,19 @@ pub(crate) const EALREADY: i32 = 114;
 const ESTALE: i32 = 116;
 const ECANCELED: i32 = 125;
 
+/// The kernel's number behind an error.
+fn kernels(error: &(dyn StdError + 'static)) -> Option<Number> {
+    let mut causes = std::iter::successors(Some(error), |&e| e.source());
+    causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error()).map(Number)
+}
+
 /// The number of an error of the operating system, which a driver's error may wrap.
 pub(crate) fn os(error: &std::io::Error) -> Number {
-    let mut causes = std::iter::successors(Some(error as &(dyn StdError + 'static)), |&e| e.source());
-    let number = causes.find_map(|e| e.downcast_ref::<std::io::Error>()?.raw_os_error());
-    match number {
-        Some(number) => Number::Kernel(number),
+    match kernels(error) {
+        Some(number) => number,
         // Found out without asking the kernel.
         None if error.kind() == std::io::ErrorKind::NotFound => Errno::NoEnt.into(),
-        None => Number::Kernel(EIO),
+        None => Number(EIO),
     }
 }
 
@@ -42,25 +46,25 @@ pub(crate) fn os(error: &std::io::Error) -> Number {
 pub(crate) fn number_of_file(error: &file::Error) -> Number {
     match error {
         file::Error::Open { source, .. } => os(source),
-        file::Error::NotAFile { kind: "directory", .. } => Number::Kernel(EISDIR),
-        file::Error::NotAFile { .. } => Number::Kernel(ESPIPE),
+        file::Error::NotAFile { kind: "directory", .. } => Number(EISDIR),
+        file::Error::NotAFile { .. } => Number(ESPIPE),
         file::Error::NoDirect { .. } | file::Error::NoUring { .. } => Errno::NotSup.into(),
-        _ => Number::Kernel(EIO),
+        _ => Number(EIO),
     }
 }
 
 fn number_of_stop(reason: &StopReason) -> Number {
     match reason {
         StopReason::Requested(_) => Errno::Canceled.into(),
-        StopReason::Timeout(_) => Number::Kernel(ETIMEDOUT),
-        StopReason::Lost(_) => Number::Kernel(ENODEV),
-        _ => Number::Kernel(EIO),
+        StopReason::Timeout(_) => Number(ETIMEDOUT),
+        StopReason::Lost(_) => Number(ENODEV),
+        _ => Number(EIO),
     }
 }
 
 pub(crate) fn number_of_refusal(reason: &Refusal) -> Number {
     match reason {
-        Refusal::Full => Number::Kernel(EAGAIN),
+        Refusal::Full => Number(EAGAIN),
         Refusal::TooLong { .. } | Refusal::TooManyParts { .. } => Errno::TooBig.into(),
         Refusal::PastTheTop => Errno::Overflow.into(),
         Refusal::NotPermitted => Errno::Perm.into(),
@@ -73,13 +77,13 @@ pub(crate) fn number_of_refusal(reason: &Refusal) -> Number {
 pub(crate) fn number_of(error: &OpError) -> Number {
     match error {
         OpError::Fault(_) | OpError::MmuFault(_) | OpError::NoCardMemory(_) => Errno::Fault.into(),
-        OpError::EndOfFile { .. } => Number::Kernel(ENODATA),
-        OpError::Io { errno, .. } => Number::Kernel(*errno),
-        OpError::Differs { .. } => Number::Kernel(EBADMSG),
+        OpError::EndOfFile { .. } => Number(ENODATA),
+        OpError::Io { errno, .. } => Number(*errno),
+        OpError::Differs { .. } => Number(EBADMSG),
         OpError::Cancelled => Errno::Canceled.into(),
         OpError::Stopped(reason) => number_of_stop(reason),
         OpError::Refused(reason) => number_of_refusal(reason),
-        _ => Number::Kernel(EIO),
+        _ => Number(EIO),
     }
 }
 
@@ -87,7 +91,7 @@ pub(crate) fn number_of(error: &OpError) -> Number {
 fn number_of_driver(error: &(dyn StdError + 'static), otherwise: Number) -> Number {
     match error.downcast_ref() {
         Some(dmalane::vulkan::Error::NoAddresses { .. }) => Errno::NoMem.into(),
-        _ if is_lost(error) => Number::Kernel(ENODEV),
+        _ if is_lost(error) => Number(ENODEV),
         _ => otherwise,
     }
 }
@@ -97,7 +101,7 @@ fn number_of_memory(error: &MemoryError) -> Number {
         MemoryError::NoRegion { .. } => Errno::Inval.into(),
         MemoryError::Driver { source, .. } => number_of_driver(&**source, Errno::NoMem.into()),
         MemoryError::Full { .. } => Errno::NoMem.into(),
-        _ => Number::Kernel(EIO),
+        _ => Number(EIO),
     }
 }
 
@@ -107,7 +111,7 @@ fn number_of_host(error: &dmalane::dma::Error) -> Number {
         Error::BadLength(_) | Error::BadRange { .. } => Errno::Inval.into(),
         Error::NoHeap(_) | Error::WholeBuffers | Error::ForeignPin => Errno::NotSup.into(),
         Error::Allocate { source, .. } | Error::Import(source) => os(source),
-        Error::Backend(source) => number_of_driver(&**source, Number::Kernel(EIO)),
+        Error::Backend(source) => number_of_driver(&**source, Number(EIO)),
         _ => Errno::NoMem.into(),
     }
 }
@@ -121,16 +125,17 @@ fn number_of_space(error: &SpaceError) -> Number {
         SpaceError::NotReserved(_) => Errno::NoEnt.into(),
         SpaceError::Vm(error) => error.errno().into(),
         SpaceError::Invalidate(source) | SpaceError::Refused(source) | SpaceError::Driver(source) => {
-            number_of_driver(&**source, Number::Kernel(EIO))
+            number_of_driver(&**source, Number(EIO))
         }
-        _ => Number::Kernel(EIO),
+        _ => Number(EIO),
     }
 }
 
 fn number_of_open(error: &OpenError) -> Number {
     match error {
         OpenError::Spec(_) => Errno::Inval.into(),
-        _ => Number::Kernel(ENODEV),
+        OpenError::Device { source, .. } => number_of_driver(&**source, kernels(&**source).unwrap_or(Number(ENODEV))),
+        _ => Number(ENODEV),
     }
 }
 
@@ -151,7 +156,7 @@ refused! {
     MemoryError: number_of_memory,
     SpaceError: number_of_space,
     dmalane::dma::Error: number_of_host,
-    dmalane::dma::Forked: |_| Number::Kernel(ENODEV),
+    dmalane::dma::Forked: |_| Number(ENODEV),
     dmalane_vm::Error: dmalane_vm::Error::errno,
     ArrayError: |error: &ArrayError| error.reason.errno(),
 }
@@ -163,21 +168,21 @@ pub(crate) fn number_of_load(error: &LoadError) -> Number {
         LoadError::File { source, .. } => os(source),
         LoadError::Open(error) => number_of_file(error),
         LoadError::Read { source, .. } | LoadError::Transfer { source, .. } => number_of(source),
-        LoadError::PastEnd { .. } => Number::Kernel(ENODATA),
-        LoadError::Changed { .. } => Number::Kernel(ESTALE),
+        LoadError::PastEnd { .. } => Number(ENODATA),
+        LoadError::Changed { .. } => Number(ESTALE),
         LoadError::DeviceMemory { source, .. } => number_of_memory(source),
         LoadError::Bind { source, .. } => number_of_space(source),
         LoadError::Memory(error) => number_of_host(error),
         LoadError::Limit { .. } | LoadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. }) => {
             Errno::NoMem.into()
         }
-        LoadError::Fill(FillError::Deadline { .. }) => Number::Kernel(ETIMEDOUT),
-        LoadError::Fill(FillError::Cancelled { .. }) | LoadError::Closed => Number::Kernel(ECANCELED),
-        LoadError::Mismatch { .. } | LoadError::Differs { .. } | LoadError::Unlisted { .. } => Number::Kernel(EBADMSG),
-        LoadError::Forked(_) => Number::Kernel(ENODEV),
+        LoadError::Fill(FillError::Deadline { .. }) => Number(ETIMEDOUT),
+        LoadError::Fill(FillError::Cancelled { .. }) | LoadError::Closed => Number(ECANCELED),
+        LoadError::Mismatch { .. } | LoadError::Differs { .. } | LoadError::Unlisted { .. } => Number(EBADMSG),
+        LoadError::Forked(_) => Number(ENODEV),
         LoadError::NoTensor(_) => Errno::NoEnt.into(),
         LoadError::Unchecked => Errno::NotSup.into(),
-        _ => Number::Kernel(EIO),
+        _ => Number(EIO),
     }
 }
 
@@ -221,17 +226,17 @@ mod tests {
                 number_of_space(&SpaceError::Invalidate(error())),
                 number_of_host(&dmalane::dma::Error::Backend(error())),
             ];
-            assert!(numbers.iter().all(|n| n.get() == number), "{}", error());
+            assert!(numbers.iter().all(|n| n.0 == number), "{}", error());
             let memory = MemoryError::Driver { len: 1, placement: Placement::Default, source: error() };
-            assert_eq!(number_of_memory(&memory).get(), of_memory, "{memory}");
+            assert_eq!(number_of_memory(&memory).0, of_memory, "{memory}");
         }
         let numbers = [
             number_of(&OpError::Stopped(lost())),
             number_of_refusal(&Refusal::Stopped(lost())),
             Refused::from(load(lost())).0,
         ];
-        assert!(numbers.iter().all(|number| number.get() == ENODEV));
-        assert_eq!(Refused::from(load(StopReason::Timeout(Duration::from_millis(5)))).0.get(), ETIMEDOUT);
-        assert_eq!(Refused::from(load(StopReason::Driver("a call failed".into()))).0.get(), EIO);
+        assert!(numbers.iter().all(|number| number.0 == ENODEV));
+        assert_eq!(Refused::from(load(StopReason::Timeout(Duration::from_millis(5)))).0.0, ETIMEDOUT);
+        assert_eq!(Refused::from(load(StopReason::Driver("a call failed".into()))).0.0, EIO);
     }
 }

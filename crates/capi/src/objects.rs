@@ -16,26 +16,13 @@ use crate::types::{DmlLeaf, DmlRun, DmlSegment, DmlVmConfig};
 /// Error of a call: an error number with a text.
 pub(crate) struct Refused(pub(crate) Number, pub(crate) String);
 
-/// An error number: one of the library's, or one of the kernel's.
+/// An error number of Linux: positive.
 #[derive(Clone, Copy)]
-pub(crate) enum Number {
-    Ours(Errno),
-    Kernel(i32),
-}
-
-impl Number {
-    /// The number itself: positive.
-    pub(crate) fn get(self) -> i32 {
-        match self {
-            Self::Ours(errno) => errno.number(),
-            Self::Kernel(number) => number,
-        }
-    }
-}
+pub(crate) struct Number(pub(crate) i32);
 
 impl From<Errno> for Number {
     fn from(errno: Errno) -> Self {
-        Self::Ours(errno)
+        Self(errno.number())
     }
 }
 
@@ -55,14 +42,34 @@ thread_local! {
     static LAST_ERROR: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
+/// The names of asm-generic/errno.h in the order of their numbers, from 1 on, each with a zero behind it.
+const NAMES: &str = "EPERM\0ENOENT\0ESRCH\0EINTR\0EIO\0ENXIO\0E2BIG\0ENOEXEC\0EBADF\0ECHILD\0EAGAIN\0ENOMEM\0EACCES\0\
+    EFAULT\0ENOTBLK\0EBUSY\0EEXIST\0EXDEV\0ENODEV\0ENOTDIR\0EISDIR\0EINVAL\0ENFILE\0EMFILE\0ENOTTY\0ETXTBSY\0EFBIG\0\
+    ENOSPC\0ESPIPE\0EROFS\0EMLINK\0EPIPE\0EDOM\0ERANGE\0EDEADLK\0ENAMETOOLONG\0ENOLCK\0ENOSYS\0ENOTEMPTY\0ELOOP\0\0\
+    ENOMSG\0EIDRM\0ECHRNG\0EL2NSYNC\0EL3HLT\0EL3RST\0ELNRNG\0EUNATCH\0ENOCSI\0EL2HLT\0EBADE\0EBADR\0EXFULL\0ENOANO\0\
+    EBADRQC\0EBADSLT\0\0EBFONT\0ENOSTR\0ENODATA\0ETIME\0ENOSR\0ENONET\0ENOPKG\0EREMOTE\0ENOLINK\0EADV\0ESRMNT\0ECOMM\0\
+    EPROTO\0EMULTIHOP\0EDOTDOT\0EBADMSG\0EOVERFLOW\0ENOTUNIQ\0EBADFD\0EREMCHG\0ELIBACC\0ELIBBAD\0ELIBSCN\0ELIBMAX\0\
+    ELIBEXEC\0EILSEQ\0ERESTART\0ESTRPIPE\0EUSERS\0ENOTSOCK\0EDESTADDRREQ\0EMSGSIZE\0EPROTOTYPE\0ENOPROTOOPT\0\
+    EPROTONOSUPPORT\0ESOCKTNOSUPPORT\0EOPNOTSUPP\0EPFNOSUPPORT\0EAFNOSUPPORT\0EADDRINUSE\0EADDRNOTAVAIL\0ENETDOWN\0\
+    ENETUNREACH\0ENETRESET\0ECONNABORTED\0ECONNRESET\0ENOBUFS\0EISCONN\0ENOTCONN\0ESHUTDOWN\0ETOOMANYREFS\0ETIMEDOUT\0\
+    ECONNREFUSED\0EHOSTDOWN\0EHOSTUNREACH\0EALREADY\0EINPROGRESS\0ESTALE\0EUCLEAN\0ENOTNAM\0ENAVAIL\0EISNAM\0\
+    EREMOTEIO\0EDQUOT\0ENOMEDIUM\0EMEDIUMTYPE\0ECANCELED\0ENOKEY\0EKEYEXPIRED\0EKEYREVOKED\0EKEYREJECTED\0\
+    EOWNERDEAD\0ENOTRECOVERABLE\0ERFKILL\0EHWPOISON\0";
+
+/// The name of an error number, positive or negative, with a zero behind it; empty where Linux has none.
+pub(crate) fn name(number: i32) -> &'static str {
+    let place = number.unsigned_abs().wrapping_sub(1) as usize;
+    let none = NAMES.len() - 1; // the last zero
+    NAMES.split_terminator('\0').nth(place).unwrap_or(&NAMES[none..none])
+}
+
 /// Runs a call and converts its result to 0 or a negative error number.
 pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
     let result = catch_unwind(AssertUnwindSafe(run));
     tell_released();
     let (number, text) = match result {
         Ok(Ok(())) => return 0,
-        Ok(Err(Refused(Number::Ours(errno), text))) => (errno.number(), format!("{}: {text}", errno.name())),
-        Ok(Err(Refused(Number::Kernel(number), text))) => (number, format!("error {number}: {text}")),
+        Ok(Err(Refused(Number(number), text))) => (number, format!("{}: {text}", name(number))),
         Err(_) => (NOT_RECOVERABLE, "ENOTRECOVERABLE: a bug in dmalane; its message went to stderr".to_owned()),
     };
     set_last_error(text);
@@ -165,7 +172,7 @@ impl<T> Numbered<T> {
         let object = self.objects.remove(&number).ok_or_else(|| none(number, what))?;
         Arc::try_unwrap(object).map_err(|object| {
             self.objects.insert(number, object);
-            Refused::new(Number::Kernel(EBUSY), format_args!("another call uses {what} {number}"))
+            Refused::new(Number(EBUSY), format_args!("another call uses {what} {number}"))
         })
     }
 }

@@ -13,7 +13,7 @@ use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HaltWatch, HostSlice, OpError, Operation, Queue,
     Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
 };
-use dmalane::{HostModel, LoadOptions, ModelOptions, OpenDevice, Placement};
+use dmalane::{HostModel, LoadOptions, ModelOptions, OpenDevice, Placement, error_chain};
 use dmalane_addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane_vm::{BindRequest, Bo, Errno, Handles, array};
 
@@ -102,7 +102,7 @@ impl Target {
 }
 
 fn busy(what: impl std::fmt::Display) -> Refused {
-    Refused::new(Number::Kernel(EBUSY), what)
+    Refused::new(Number(EBUSY), what)
 }
 
 pub(crate) fn open(name: &str) -> Result<u64, Refused> {
@@ -333,7 +333,7 @@ pub(crate) fn cancel(target: u64, user: u64) -> Result<(), Refused> {
             }
             Cancelled::Requested => return Ok(()),
             Cancelled::TooLate => {
-                return Err(Refused::new(Number::Kernel(EALREADY), "the device has begun and does all of it"));
+                return Err(Refused::new(Number(EALREADY), "the device has begun and does all of it"));
             }
             Cancelled::Unknown => {} // it waits in `done`
         }
@@ -420,7 +420,7 @@ impl Opened {
             return Err(Refused::new(Errno::Inval, "a gather list of different kinds, or with rows"));
         }
         if !self.lost.is_empty() {
-            return Err(Refused::new(Number::Kernel(ENODEV), "the device was lost with operations in flight"));
+            return Err(Refused::new(Number(ENODEV), "the device was lost with operations in flight"));
         }
         let (mut memories, mut hosts) = (Vec::new(), Vec::new());
         if matches!(last.kind, TO_DEVICE | TO_HOST | COMPARE) {
@@ -510,9 +510,9 @@ impl Opened {
             give_back(&flying.memories, completion.operation.into_host());
         }
         let error = completion.result.err();
-        let result = error.as_ref().map_or(0, |e| -number_of(e).get());
+        let result = error.as_ref().map_or(0, |e| -number_of(e).0);
         let ended = DmlCompletion { user, bytes: completion.bytes, result, zero: 0 };
-        Some((ended, error.map(|e| e.to_string())))
+        Some((ended, error.map(|e| error_chain(&e))))
     }
 }
 
@@ -572,7 +572,7 @@ pub(crate) fn restart(target: u64) -> Result<(), Refused> {
         return Ok(());
     }
     let halted = queue.halted().ok_or_else(|| Refused::new(Errno::Inval, "no queue has stopped"))?;
-    Err(Refused::new(Number::Kernel(ENODEV), format_args!("the device does not answer: {halted}")))
+    Err(Refused::new(Number(ENODEV), format_args!("the device does not answer: {halted}")))
 }
 
 /// `DML_LOAD_VERIFY`.

@@ -70,6 +70,10 @@ static void layout(void)
 	CHECK(sizeof(struct dml_model_config) == 24 && sizeof(struct dml_model_tensor) == 104);
 	CHECK(sizeof(struct dml_read_config) == 56 && sizeof(struct dml_filled) == 24);
 	CHECK(dml_abi_version() == DML_ABI_VERSION);
+	CHECK(!strcmp(dml_error_name(-EPERM), "EPERM") && !strcmp(dml_error_name(EHWPOISON), "EHWPOISON"));
+	CHECK(!strcmp(dml_error_name(-ECANCELED), "ECANCELED") && !strcmp(dml_error_name(ENOMSG), "ENOMSG"));
+	CHECK(!strcmp(dml_error_name(ESTALE), "ESTALE") && !strcmp(dml_error_name(-EBFONT), "EBFONT"));
+	CHECK(!*dml_error_name(0) && !*dml_error_name(INT32_MIN) && !*dml_error_name(134) && !*dml_error_name(41));
 }
 
 static void agx(void)
@@ -405,7 +409,7 @@ static void reads(void)
 
 	config.len = LEN;
 	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ENODATA && buffer == 0 && !filled.data);
-	CHECK(says("error 61", "before the end of the range at 3001000"));
+	CHECK(says("ENODATA", "before the end of the range at 3001000"));
 	config = (struct dml_read_config){.size = sizeof config, .limit = 1000};
 	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ENOMEM);
 	config = (struct dml_read_config){.size = sizeof config, .flags = DML_READ_DIRECT | DML_READ_BUFFERED};
@@ -551,7 +555,7 @@ static void target(const char *name)
 	CHECK(!dml_target_allocate(target, 2 * LEN, "default", &handle) && !dml_target_allocate(target, LEN, NULL, &other));
 	CHECK(dml_target_reserve(target, handle + 100, 0, &va, &reserved) == -ENOENT && va == 0 && reserved == 0);
 	CHECK(!dml_target_reserve(target, handle, 0, &va, &reserved) && reserved >= 2 * LEN);
-	CHECK(dml_target_free(target, handle) == -EBUSY && says("error 16", "reserved"));
+	CHECK(dml_target_free(target, handle) == -EBUSY && says("EBUSY", "reserved"));
 
 	/* Binds: only where a range was reserved, and only what is there. */
 	struct dml_vm_op op = {.flags = DML_BIND | DML_READ | DML_WRITE, .handle = handle, .range = 2 * LEN, .addr = va};
@@ -649,7 +653,7 @@ static void target(const char *name)
 	if (!strncmp(name, "slash", 5) || !strncmp(name, "vrtd", 4)) {
 		/* Its driver takes no memory but its own, and the buffer stays what it was. */
 		CHECK(dml_memory_register(target, buffer, &file_memory, &file_data) == -EIO && !file_memory);
-		CHECK(says("error 5", "only buffers that its driver allocates") && !dml_buffer_destroy(buffer));
+		CHECK(says("EIO", "only buffers that its driver allocates") && !dml_buffer_destroy(buffer));
 	} else {
 		CHECK(!dml_memory_register(target, buffer, &file_memory, &file_data) && file_data == filled.data);
 		CHECK(dml_buffer_destroy(buffer) == -ENOENT);
@@ -690,6 +694,7 @@ static void target(const char *name)
 	CHECK(dml_target_info(target, &info) == -ENOENT && info.page == 0);
 	CHECK(!dml_memory_destroy(memory));
 	CHECK(dml_target_open("floppy", &target) == -EINVAL && target == 0 && says("EINVAL", "floppy"));
+	CHECK(dml_target_open("file:/none", &target) == -ENOENT && says("ENOENT", "/none"));
 	CHECK(dml_target_open("vfio:0000:ff:1f.7", &target) == -ENODEV && dml_target_open(NULL, &target) == -EFAULT);
 }
 
@@ -785,7 +790,7 @@ static void in_a_child(dml_target target, dml_memory memory, const struct dml_ta
 		dml_memory more;
 		void *data;
 		alarm(20);
-		CHECK(dml_target_info(target, &info) == -ENODEV && says("error 19", "is a fork"));
+		CHECK(dml_target_info(target, &info) == -ENODEV && says("ENODEV", "is a fork"));
 		CHECK(dml_target_submit(target, op, sizeof *op, 1, &n) == -ENODEV && n == 0);
 		CHECK(dml_target_poll(target, &done, 1, UINT64_MAX, &n) == -ENODEV && n == 0);
 		CHECK(dml_target_stop(target) == -ENODEV && dml_target_restart(target) == -ENODEV);

@@ -111,6 +111,22 @@ fn example(device: &str) {
     }
 }
 
+/// Valgrind finds nothing wrong, whatever the library was compiled with.
+#[test]
+fn the_example_runs_under_valgrind() {
+    if Command::new("valgrind").arg("--version").output().is_err() || !words("CFLAGS").is_empty() {
+        println!("SKIPPED: there is no Valgrind, or it is a build for a sanitizer");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let program = compile("cc", "examples/device.c", "device-valgrind", &["-std=c11"], &library);
+    let mut valgrind = Command::new("valgrind");
+    valgrind.args(["-q", "--error-exitcode=9"]).arg(&program).arg("soft,ddr=64MiB,hbm=4MiB");
+    let ran = valgrind.output().unwrap();
+    let (said, errors) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.success() && said.contains("went there and back"), "{}: {said}{errors}", ran.status);
+}
+
 #[test]
 fn the_example_runs_on_the_software_card() {
     example("soft");

@@ -147,6 +147,7 @@ pub trait MemoryDriver: Send {
 
 /// The end of a region at which memory shall lie.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum End {
     /// At its lowest addresses.
     First,

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use dmalane_queue::{
-    Capabilities, Completion, DeviceAddr, HostSlice, Limits, OpError, Operation, Queue, QueueState, Refusal, Refused,
-    StopReason, Ticket, Waiting, Work,
+    Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueState, Refused, StopReason, Ticket,
+    Waiting, Work,
 };
 
 /// A queue whose operations are calls of a function, one after the other, on the thread that polls: for devices whose
@@ -48,12 +48,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        let lies_elsewhere = |h: &HostSlice| h.via.as_ref().is_some_and(|via| via.iova_of(&h.slice).is_none());
-        let registered = |operation: &Operation| match operation.hosts().iter().any(lies_elsewhere) {
-            true => Err(Refusal::NotRegistered),
-            false => Ok(()),
-        };
-        self.state.submit(operation, self.capabilities, self.limits, registered, &mut self.waiting)
+        self.state.submit(operation, self.capabilities, self.limits, |_| Ok(()), &mut self.waiting)
     }
 
     fn flush(&mut self) {}

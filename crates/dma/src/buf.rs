@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::account::Account;
 use crate::memory::Memory;
-use crate::sys::{Exclusive, Region};
+use crate::sys::{Exclusive, RawMemory, Region};
 use crate::{BufferRef, BufferSlice, Error, PageBacking, PageKind, VolatileSlice};
 
 /// Memory that only the CPU of this process accesses: plain slices, no device address. Zeroed when new.
@@ -136,6 +136,12 @@ impl SharedBuf {
     pub fn import_up_to(fd: OwnedFd, most: u64) -> Result<Self, Error> {
         let region = Region::import(fd, most).map_err(Error::Import)?;
         Ok(Self::outside_heaps(region))
+    }
+
+    /// Memory that exists, as it is: not zeroed, and never a [`CpuBuf`] or lent, since others may use it. Its owner is
+    /// dropped with the last reference.
+    pub fn from_memory(memory: RawMemory) -> Self {
+        Self::outside_heaps(memory.0)
     }
 
     /// Maps a whole dma-buf of a driver or kernel heap. Devices may write it at any time; the CPU accesses it within

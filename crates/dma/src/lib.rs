@@ -1,28 +1,5 @@
 //! Memory that CPU and device share.
-//!
-//! A [`Heap`] gives a [`CpuBuf`]: plain memory, plain slices, no device address. [`CpuBuf::share`] turns it into a
-//! [`SharedBuf`], which a device may reach and which therefore has no references into it, only volatile
-//! [`VolatileSlice`]s. A `SharedBuf` splits into disjoint owned [`BufferSlice`]s, so that several operations can each
-//! own a range of it.
-//!
-//! [`Registrar`] and [`Mmio`] are the driver's side of a device (pin and map; registers), [`DeviceMem`] the device's
-//! side (access by IOVA).
-//!
-//! ```
-//! use dmalane_dma::{AnonHeap, Heap};
-//! let heap = AnonHeap::new();
-//! let mut buf = heap.allocate(1 << 20)?;
-//! buf[..5].copy_from_slice(b"hello");
-//! let shared = buf.share();
-//! let (head, tail) = shared.into_slice().split_at(4096).unwrap();
-//! let mut bytes = [0; 5];
-//! head.read(0, &mut bytes).unwrap();
-//! assert_eq!(&bytes, b"hello");
-//! let whole = head.join(tail).unwrap().into_whole().unwrap();
-//! assert_eq!(&whole.into_cpu().unwrap()[..5], b"hello");
-//! # Ok::<(), dmalane_dma::Error>(())
-//! ```
-//!
+#![doc = include_str!("../README.md")]
 //! A shared buffer hands out no slices, so this does not compile:
 //!
 //! ```compile_fail,E0608
@@ -75,5 +52,5 @@ pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, memory_limit, room, room_at};
 pub use slice::BufferSlice;
 pub use socket::{ReceivedBytes, receive_with_fds, send_with_fds};
-pub use sys::{DriverMemory, FileMapping};
+pub use sys::{DriverMemory, FileMapping, RawMemory};
 pub use volatile::{VolatileSlice, stream_fence};

@@ -23,6 +23,32 @@ pub trait Mmio: Registrar {
     /// [`Error::NoRegister`].
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error>;
 
+    /// Reads bytes from a memory BAR. The provided method reads the 32-bit words that they lie in, one after the other.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`] when they do not lie within it.
+    fn read_bytes(&self, bar: u8, mut offset: u64, mut into: &mut [u8]) -> Result<(), Error> {
+        while !into.is_empty() {
+            let word = self.read32(bar, offset & !3)?.to_le_bytes();
+            let bytes = &word[(offset & 3) as usize..];
+            let now = into.split_off_mut(..bytes.len().min(into.len())).expect("no more than there are");
+            now.copy_from_slice(&bytes[..now.len()]);
+            offset = offset.wrapping_add(now.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Reads an aligned 64-bit word from a memory BAR, whole where [`Mmio::read_bytes`] is not the provided one.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`] when it does not lie within it.
+    #[inline]
+    fn read64(&self, bar: u8, offset: u64) -> Result<u64, Error> {
+        let mut bytes = [0; 8];
+        self.read_bytes(bar, offset, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
     /// Writes bytes into a memory BAR. Aligned 64-bit words are written whole and in their order.
     ///
     /// # Errors

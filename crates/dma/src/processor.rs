@@ -26,6 +26,7 @@ compile_error!("memory that a device shares needs instructions of x86-64 or AArc
 
 /// Whether a copy should leave the bytes in the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub enum CopyHint {
     /// The destination will be used soon: ordinary stores.
     #[default]

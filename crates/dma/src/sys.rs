@@ -2,11 +2,11 @@
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
 //! other value unmaps or accesses it. It is readable and writable until the value is dropped. Established by
-//! [`Region::anonymous`], [`Region::memfd`],
-//! [`Region::memfd_ranges`], [`Region::import`] and [`Region::dma_buf`], and by the contract of [`DriverMemory`] for
-//! [`Region::of_driver`]; [`Region::cut`] passes it on to disjoint
-//! fragments, which keep a reference to their mapping. A drop unmaps a whole mapping, drops a fragment's reference to
-//! it, or moves either into a new value for the pool that is the region's home.
+//! [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`], [`Region::import`] and [`Region::dma_buf`], and
+//! by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`RawMemory::new`], where others access it
+//! too; [`Region::cut`] passes it on to disjoint fragments, which keep a reference to their mapping. A drop unmaps a
+//! whole mapping, drops a fragment's reference to it, or moves either into a new value for the pool that is the
+//! region's home.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, Weak};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
-use crate::{PageBacking, PageKind, VolatileSlice};
+use crate::{Error, PageBacking, PageKind, VolatileSlice};
 
 pub(crate) const HUGE: usize = 2 << 20;
 
@@ -46,8 +46,8 @@ pub(crate) struct Region {
     home: Option<Home>,
     /// The mapping that contains this fragment: unmapped with its last fragment, and accessed only through fragments.
     slab: Option<Arc<Region>>,
-    /// The driver's memory that this is: given back instead of being unmapped.
-    driver: Option<Box<dyn DriverMemory>>,
+    /// The owner of memory that is a driver's or a guest's: it has the memory back instead of an unmap.
+    driver: Option<Box<dyn Send + Sync>>,
 }
 
 /// Memory that a driver has allocated and mapped into this process, for as long as the value exists.
@@ -89,6 +89,27 @@ impl Home {
         if let Some(shelf) = self.shelf.upgrade() {
             shelf.recycle(region, self.backing, self.absent.into_inner() == 0);
         }
+    }
+}
+
+/// Memory that exists, a guest's or a mapping of a file, for [`SharedBuf::from_memory`](crate::SharedBuf::from_memory).
+pub struct RawMemory(pub(crate) Region);
+
+impl RawMemory {
+    /// Memory that `owner` keeps mapped. Others may use it at the same time.
+    ///
+    /// # Errors
+    /// [`Error::BadLength`] unless it is whole pages of the kernel.
+    ///
+    /// # Safety
+    /// `ptr..ptr + len` stays mapped, readable, writable and initialised until `owner` is dropped. Nobody uses a Rust
+    /// reference into it until then.
+    pub unsafe fn new(ptr: NonNull<u8>, len: usize, owner: impl Send + Sync + 'static) -> Result<Self, Error> {
+        if len == 0 || !(ptr.addr().get() | len).is_multiple_of(page()) {
+            return Err(Error::BadLength(len));
+        }
+        // Exported from the start: no slice is ever made of it.
+        Ok(Self(Region::of_owner(ptr, len, Box::new(owner), true)))
     }
 }
 
@@ -266,21 +287,15 @@ impl Region {
     /// Takes memory of a driver.
     pub(crate) fn of_driver(memory: Box<dyn DriverMemory>) -> Self {
         let (ptr, len) = memory.span();
-        let (exported, driver) = (AtomicBool::new(false), Some(memory));
-        Self {
-            ptr,
-            len: len.get(),
-            page: page(),
-            fd: None,
-            exported,
-            writing: Mutex::new(()),
-            home: None,
-            slab: None,
-            driver,
-        }
+        Self::of_owner(ptr, len.get(), Box::new(memory), false)
     }
 
-    /// True for memory, or a fragment of it, that a driver has mapped: the kernel takes no advice about it.
+    fn of_owner(ptr: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>, exported: bool) -> Self {
+        let (exported, driver, writing) = (AtomicBool::new(exported), Some(owner), Mutex::new(()));
+        Self { ptr, len, page: page(), fd: None, exported, writing, home: None, slab: None, driver }
+    }
+
+    /// True for memory, or a fragment of it, that somebody else has mapped: the kernel takes no advice about it.
     fn is_drivers(&self) -> bool {
         self.driver.is_some() || self.slab.as_ref().is_some_and(|slab| slab.driver.is_some())
     }
@@ -834,5 +849,30 @@ mod tests {
         assert_eq!(dropped(super::page(), HUGE / 2), [0, 7]);
         assert_eq!(dropped(HUGE, HUGE / 2), [7, 7], "a part of a page stays");
         assert_eq!(dropped(HUGE, HUGE), [0, 7]);
+    }
+
+    #[test]
+    fn memory_of_a_guest_stays_as_it_is() {
+        let guest = Region::anonymous(NonZeroUsize::new(4 * page()).unwrap(), PageKind::Base).unwrap();
+        guest.as_volatile_slice().write(b"theirs");
+        let (ptr, held) = (guest.ptr, Arc::new(()));
+        for (skip, len) in [(0, 0), (8, page()), (0, page() + 8)] {
+            // SAFETY: of the region, which lives on, and nobody has a reference into it.
+            let refused = unsafe { RawMemory::new(ptr.byte_add(skip), len, ()) };
+            assert!(matches!(refused, Err(Error::BadLength(n)) if n == len));
+        }
+        // SAFETY: as above; the owner is the region.
+        let memory = unsafe { RawMemory::new(ptr, 4 * page(), (guest, held.clone())) }.unwrap();
+        let buf = crate::SharedBuf::from_memory(memory);
+        let mut bytes = [0; 6];
+        buf.as_volatile_slice().read(&mut bytes);
+        assert_eq!((&bytes, buf.len()), (b"theirs", 4 * page()));
+        buf.populate(page(), page()).unwrap();
+        let buf = buf.into_cpu().unwrap_err();
+        let mut slice = buf.into_slice();
+        assert!(slice.with_bytes(|_| ()).is_none(), "others write to it");
+        assert_eq!(Arc::strong_count(&held), 2);
+        drop(slice);
+        assert_eq!(Arc::strong_count(&held), 1, "given back");
     }
 }

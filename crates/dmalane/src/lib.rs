@@ -35,7 +35,9 @@ mod spec;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
+#[cfg(feature = "cuda")]
 pub use dmalane_cuda as cuda;
+#[cfg(feature = "daemon")]
 pub use dmalane_daemon as daemon;
 pub use dmalane_device as device;
 pub use dmalane_dma as dma;
@@ -44,12 +46,14 @@ pub use dmalane_iopt as iopt;
 pub use dmalane_load as load;
 pub use dmalane_queue as queue;
 pub use dmalane_sim as sim;
+#[cfg(feature = "slash")]
 pub use dmalane_slash as slash;
 #[cfg(feature = "validate")]
 pub use dmalane_validate as validate;
 pub use dmalane_vfio as vfio;
 pub use dmalane_vfio_user as vfio_user;
 pub use dmalane_vm as vm;
+#[cfg(feature = "vulkan")]
 pub use dmalane_vulkan as vulkan;
 
 pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};

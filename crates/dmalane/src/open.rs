@@ -64,8 +64,7 @@ pub enum OpenError {
     Device {
         /// Which device.
         spec: DeviceSpec,
-        /// The error of its kind: [`dmalane_vfio::Error`], [`dmalane_daemon::ClientError`], [`dmalane_card::Error`] and
-        /// so on.
+        /// The error of its kind: [`dmalane_vfio::Error`], [`dmalane_card::Error`] and so on.
         source: Box<dyn Error + Send + Sync>,
     },
     /// It was opened, and cannot be driven as was asked for.

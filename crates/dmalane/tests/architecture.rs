@@ -93,6 +93,9 @@ const CRATES: &[Crate] = &[
     Crate::std("python", &["dmalane"]),
 ];
 
+/// The crates that others may depend on: part "package" of `scripts/check` compiles them from their packages.
+const PUBLISHED: &[&str] = &["addr", "iopt", "vm", "dma", "queue", "device", "vfio", "vfio-user"];
+
 /// The files that may use `unsafe`. A new one needs a reason in its first lines and a full review.
 const UNSAFE_FILES: &[&str] = &[
     "bench/src/peers.rs",
@@ -165,14 +168,34 @@ fn every_crate_is_listed() {
 #[test]
 fn every_crate_can_be_packaged() {
     let mut wrong = Vec::new();
+    let top: Table = read(&root().join("Cargo.toml")).parse().expect("Cargo.toml");
+    let oldest = top["workspace"]["package"]["rust-version"].as_str().map(|version| format!("Rust {version}"));
+    let oldest = oldest.expect("a version of Rust");
     for c in CRATES {
         let directory = root().join("crates").join(c.dir);
         let manifest = manifest(c);
         let package = &manifest["package"];
-        for key in ["version", "edition", "rust-version", "license", "readme"] {
-            if package.get(key).and_then(|v| v.get("workspace")).and_then(Value::as_bool) != Some(true) {
+        let own: &[&str] = if PUBLISHED.contains(&c.dir) { &[] } else { &["readme", "publish"] };
+        for key in ["version", "edition", "rust-version", "license"].iter().chain(own) {
+            if package.get(*key).and_then(|v| v.get("workspace")).and_then(Value::as_bool) != Some(true) {
                 wrong.push(format!("crates/{}/Cargo.toml: no {key}.workspace = true", c.dir));
             }
+        }
+        if PUBLISHED.contains(&c.dir) {
+            wrong.extend(["keywords", "categories"].into_iter().filter_map(|key| {
+                let count = package.get(key).and_then(Value::as_array).map_or(0, Vec::len);
+                (!(1..=5).contains(&count)).then(|| format!("crates/{}/Cargo.toml: {count} {key}, not 1 to 5", c.dir))
+            }));
+            let readme = fs::read_to_string(directory.join("README.md")).unwrap_or_default();
+            let parts = [oldest.as_str(), "## Limits", "## Requirements", "```rust", "unsafe"];
+            let missing = parts.iter().filter(|part| !readme.contains(**part));
+            wrong.extend(missing.map(|part| format!("crates/{}/README.md says nothing of {part:?}", c.dir)));
+            let library = read(&directory.join("src/lib.rs"));
+            if !library.contains("#![doc = include_str!(\"../README.md\")]") {
+                wrong.push(format!("crates/{}/src/lib.rs does not begin with the README", c.dir));
+            }
+            let unpublished = c.uses.iter().filter(|used| !PUBLISHED.contains(used));
+            wrong.extend(unpublished.map(|used| format!("crates/{} is published, and uses {used}", c.dir)));
         }
         let description = package.get("description").and_then(Value::as_str).unwrap_or_default();
         if description.is_empty() || words(description).any(|word| word == "and") {

@@ -34,6 +34,7 @@ impl<A: Copy> Cursor<A> {
     }
 
     /// Forgets the table at `level` that translates `at`, and those below.
+    #[cfg(feature = "alloc")]
     pub(crate) fn leave<F: Format>(&mut self, at: u64, level: u32) {
         if self.level >= level && same_table::<F>(at, self.at, level) {
             self.level = level - 1;

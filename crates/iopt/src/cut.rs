@@ -3,7 +3,6 @@
 //! Both follow the break-before-make order: the old entry is cleared, the device forgets it, the new entry is written.
 //! So a device that uses the addresses in between sees a fault, never two translations at once.
 
-use alloc::vec::Vec;
 use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
@@ -52,12 +51,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::Misaligned`], [`Error::InputRange`].
     pub fn merge(&mut self, span: Span<I>, mut invalidate: impl FnMut(Span<I>)) -> Result<usize, Error> {
         let (first, last) = self.check_span(span)?;
-        let mut freed = Vec::new();
+        let mut freed = 0;
         self.merge_below(self.root, self.root_level(), &Whole { first, last }, first, &mut freed, &mut invalidate);
-        let count = freed.len();
-        self.note_detached(count);
-        freed.into_iter().for_each(|table| self.tables.free(table));
-        Ok(count)
+        self.note_detached(freed);
+        Ok(freed)
     }
 
     /// Merges within the table at `level` that translates `at`, the lower levels first.
@@ -67,7 +64,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         level: u32,
         span: &Whole,
         mut at: u64,
-        freed: &mut Vec<T::Addr>,
+        freed: &mut usize,
         invalidate: &mut impl FnMut(Span<I>),
     ) {
         if level + 1 == F::LEVELS && !self.has_groups_at(level) {
@@ -86,7 +83,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     let dirty = (0..entries::<F>(level + 1)).any(|i| is_dirty::<F>(self.load(next, i)));
                     self.uncount_table(next, level + 1);
                     self.write_leaves(table, k..k + 1, Kind::single(level), (out, access), dirty);
-                    freed.push(next);
+                    self.tables.free(next);
+                    *freed += 1;
                 }
             }
             let group = Kind { level, group: true };

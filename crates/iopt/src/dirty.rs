@@ -1,11 +1,11 @@
 //! Which pages a device has written to.
 
-use alloc::vec::Vec;
 use core::ops::Range;
 
 use dmalane_addr::{Address, Span};
 
 use crate::format::{Kind, index, is_dirty, marked, page_size};
+use crate::list::List;
 use crate::unmap::Detach;
 use crate::{Entry, Error, FlushList, Format, Leaf, PageTable, Tables, slots};
 
@@ -47,7 +47,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return Err(Error::NoDirtyBit { format: F::NAME });
         }
         self.check_span(span)?;
-        let mut tables = Vec::new();
+        let mut tables = List::new();
         let (span, bytes) = self.unmap_all(span, Detach::Emptied, &mut tables, Some(&mut each), None)?;
         Ok(FlushList { span, bytes, tables })
     }

@@ -1,8 +1,8 @@
 //! Invalidations and unlinked tables that an unmap leaves to its caller.
 
-use alloc::vec::Vec;
-
 use dmalane_addr::{Address, Span};
+
+use crate::list::List;
 
 /// Result of one unmap: the addresses that the device's translation caches must forget, and the tables that must live
 /// until they have.
@@ -14,12 +14,15 @@ use dmalane_addr::{Address, Span};
 ///
 /// Lists of several unmaps may wait for one invalidation, as in a flush queue. Until then a device may still reach what
 /// was unmapped: neither the memory behind it nor its input addresses may serve anything else.
+///
+/// Without the feature `alloc` a list has room for 32 tables. Others that became empty stay in the tree, for the next
+/// map there or a later unmap.
 #[must_use = "invalidate the device's translations of the span, then hand the list to free_tables"]
 #[derive(Debug)]
 pub struct FlushList<I: Address, A> {
     pub(crate) span: Span<I>,
     pub(crate) bytes: u64,
-    pub(crate) tables: Vec<A>,
+    pub(crate) tables: List<A>,
 }
 
 impl<I: Address, A> FlushList<I, A> {

@@ -1,7 +1,7 @@
 //! Meaning of the bits of one page-table entry.
 
-use alloc::vec::Vec;
-use core::fmt::Debug;
+use core::fmt::{self, Debug};
+use core::ops::Deref;
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
@@ -20,6 +20,36 @@ pub struct Register {
 impl Register {
     pub(crate) const fn new(name: &'static str, value: u64) -> Self {
         Self { name, value }
+    }
+}
+
+/// The registers of a format: a slice of at most three.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Registers {
+    all: [Register; 3],
+    count: usize,
+}
+
+impl<const N: usize> From<[Register; N]> for Registers {
+    fn from(some: [Register; N]) -> Self {
+        const { assert!(N <= 3) }
+        let mut all = [Register::new("", 0); 3];
+        all[..N].copy_from_slice(&some);
+        Self { all, count: N }
+    }
+}
+
+impl Deref for Registers {
+    type Target = [Register];
+
+    fn deref(&self) -> &[Register] {
+        &self.all[..self.count]
+    }
+}
+
+impl Debug for Registers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
     }
 }
 
@@ -175,7 +205,7 @@ pub trait Format: Copy + Debug + 'static {
 
     /// Registers to program so that a device walks the tables from `root`, at least one: as the documentation of the
     /// format says.
-    fn registers(root: u64) -> Vec<Register>;
+    fn registers(root: u64) -> Registers;
 }
 
 /// True when a device has written through this leaf.

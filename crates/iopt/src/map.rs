@@ -16,6 +16,7 @@ use crate::format::{
     Kind, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table, page_size,
     same_table, second_size, shift, table_offset,
 };
+use crate::list::{self, List};
 use crate::unmap::{Detach, count_pages};
 use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
 
@@ -589,7 +590,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(level, next.bits())) {
             Ok(()) => {
                 self.linked = self.linked.wrapping_add(1);
-                self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(level + 1)); // there is room: `move_cursor`
+                // There is room (`move_cursor`), but without `alloc`: then the table stays should this call fail.
+                list::push(&mut self.made, I::new(at & !(F::GRANULE.bytes() - 1) | u64::from(level + 1)));
                 Ok(None)
             }
             Err(there) => match F::decode(level, there) {
@@ -649,9 +651,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget(self.root_level());
         if next > first {
-            self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new(), None);
+            self.clear_span(first, next - 1, Detach::Nothing, &mut List::new(), None);
         }
-        while let Some(made) = self.made.pop() {
+        while let Some(made) = self.made.pop().map(I::bits) {
             let (at, level) = (made & !(F::GRANULE.bytes() - 1), made as u32 & (F::GRANULE.bytes() - 1) as u32);
             let size = page_size::<F>(level - 1).bytes();
             let start = at & !(size - 1);

@@ -1,5 +1,6 @@
 //! Tables in memory that somebody else owns, shared by threads.
 
+#[cfg(feature = "alloc")]
 use alloc::vec::Vec;
 use core::fmt;
 use core::ops::Range;
@@ -70,6 +71,7 @@ impl<'m, A: Address> TablePool<'m, A> {
     }
 
     /// An empty [`LocalPool`] that keeps up to `keep` tables.
+    #[cfg(feature = "alloc")]
     pub fn local(&'m self, keep: usize) -> LocalPool<'m, A> {
         LocalPool { pool: self, tables: Vec::new(), keep, reserved: 0 }
     }
@@ -449,6 +451,7 @@ impl<A: Address> Tables for &mut TablePool<'_, A> {
 /// fetches ahead behind it, stays in the caches of one processor, and the threads seldom meet at the pool
 /// (`docs/bench/threads.md` has figures). No other handle can take its tables; dropping it gives all back. With a
 /// local pool, [`reserve`](Tables::reserve) cannot be undone by other handles.
+#[cfg(feature = "alloc")]
 #[derive(Debug)]
 pub struct LocalPool<'p, A: Address> {
     pool: &'p TablePool<'p, A>,
@@ -460,6 +463,7 @@ pub struct LocalPool<'p, A: Address> {
     reserved: usize,
 }
 
+#[cfg(feature = "alloc")]
 impl<A: Address> LocalPool<'_, A> {
     /// Takes half a local pool that was never used, where there is one: at the end of a table processors fetch ahead
     /// from the next, which had better be this thread's too.
@@ -482,12 +486,14 @@ impl<A: Address> LocalPool<'_, A> {
     }
 }
 
+#[cfg(feature = "alloc")]
 impl<A: Address> Drop for LocalPool<'_, A> {
     fn drop(&mut self) {
         self.shrink(0);
     }
 }
 
+#[cfg(feature = "alloc")]
 impl<A: Address> Tables for LocalPool<'_, A> {
     type Addr = A;
     const SHARED: bool = true;

@@ -1,6 +1,5 @@
 //! A tree of tables, owned together with the memory it lives in.
 
-use alloc::vec::Vec;
 use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, PageSizes, Span};
@@ -10,7 +9,8 @@ use crate::format::{
     Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, table_offset,
     top_leaf_level,
 };
-use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Register, TableShape, Tables, slots};
+use crate::list::List;
+use crate::{Entry, Error, FlushList, Format, FormatId, NamedAddr, Registers, TableShape, Tables, slots};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
@@ -33,7 +33,7 @@ pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) linked: usize,
     pub(crate) cursor: Cursor<T::Addr>,
     /// The tables that the present map call has linked: an address that each translates, its level in the low bits.
-    pub(crate) made: Vec<u64>,
+    pub(crate) made: List<I>,
     /// By address of a table of the last level, an entry that was valid when it was last looked at.
     pub(crate) witnesses: [u16; 64],
     /// The bits of an access, and the entry of a page with it but for the output address; none has the first ones.
@@ -137,7 +137,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     fn at_root(tables: T, root: T::Addr, part: Part) -> Self {
         let offset = root.bits().wrapping_sub(tables.base());
-        let (cursor, made) = (Cursor::new(root, offset, part.root_level), Vec::new());
+        let (cursor, made) = (Cursor::new(root, offset, part.root_level), List::new());
         let origin = tables.base().wrapping_add(F::encode_table(0, 0));
         let (witnesses, template) = ([0; 64], (u16::MAX, 0));
         Self {
@@ -215,9 +215,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// tables. The list must come from this page table.
     #[inline]
     pub fn free_tables(&mut self, list: FlushList<I, T::Addr>) {
-        let FlushList { tables, .. } = list;
-        if !tables.is_empty() {
-            self.free_detached(tables);
+        if !list.tables.is_empty() {
+            self.free_detached(list.tables.iter().copied());
         }
     }
 
@@ -335,7 +334,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Registers to program into a device so that it walks this table ([`Format::registers`]).
-    pub fn registers(&self) -> Vec<Register> {
+    pub fn registers(&self) -> Registers {
         F::registers(self.root.bits())
     }
 

@@ -1,7 +1,7 @@
 //! Where tables live.
 
+#[cfg(feature = "alloc")]
 use alloc::vec::Vec;
-use core::fmt;
 use core::ops::Range;
 
 use dmalane_addr::{Address, PageSize};
@@ -9,7 +9,6 @@ use dmalane_addr::{Address, PageSize};
 use crate::Format;
 use crate::chunks::in_chunks;
 use crate::format::entries;
-use crate::words::word_at;
 
 /// The sizes of a format's tables, and where they can be. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -183,6 +182,7 @@ pub trait Tables {
 
 /// Tables on the heap, at made-up addresses from a base up. Every operation takes constant time (taking a new table:
 /// amortised, as pushing to a `Vec`). Memory of freed tables is kept for the next ones.
+#[cfg(feature = "alloc")]
 pub struct HeapTables<A> {
     base: A,
     limit: usize,
@@ -197,6 +197,7 @@ pub struct HeapTables<A> {
     extra: usize,
 }
 
+#[cfg(feature = "alloc")]
 impl<A: Address> HeapTables<A> {
     /// Tables from `base` up, which should be a multiple of the size of the root (a page table refuses its first table
     /// otherwise).
@@ -233,7 +234,7 @@ impl<A: Address> HeapTables<A> {
     /// The position of one word.
     #[inline]
     fn position(&self, table: A, index: usize) -> usize {
-        word_at(table.bits().wrapping_sub(self.base.bits()), index)
+        crate::words::word_at(table.bits().wrapping_sub(self.base.bits()), index)
     }
 
     /// Words of a table.
@@ -281,13 +282,15 @@ impl<A: Address> HeapTables<A> {
     }
 }
 
-impl<A: Address> fmt::Debug for HeapTables<A> {
+#[cfg(feature = "alloc")]
+impl<A: Address> core::fmt::Debug for HeapTables<A> {
     /// Where and how many; not the entries.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.debug_struct("HeapTables").field("base", &self.base).field("in_use", &self.in_use()).finish_non_exhaustive()
     }
 }
 
+#[cfg(feature = "alloc")]
 impl<A: Address> Tables for HeapTables<A> {
     type Addr = A;
 
@@ -389,7 +392,7 @@ impl<A: Address> Tables for HeapTables<A> {
 
     #[inline(always)]
     fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
-        |table, index| self.words.get(word_at(table, index)).copied()
+        |table, index| self.words.get(crate::words::word_at(table, index)).copied()
     }
 
     /// # Panics

@@ -1,6 +1,5 @@
 //! Unmapping: holes are fine, leaves that stick out are split.
 
-use alloc::vec::Vec;
 use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
@@ -8,6 +7,7 @@ use dmalane_addr::{Access, Address, PageSize, Span};
 use crate::format::{
     Kind, entries, group_bits, has_groups, index, is_dirty, marked, page_size, same_table, shift, top_leaf_level,
 };
+use crate::list::{self, List};
 use crate::{Entry, Error, FlushList, Format, Leaf, MAX_LEVELS, PageTable, Tables, slots};
 
 /// A boundary inside a leaf, and the tables that make it a boundary between leaves.
@@ -69,7 +69,7 @@ pub(crate) enum Detach {
 /// Bytes and tables that a recursive clear has removed so far, and whom it tells of leaves that were written to.
 struct Cleared<'a, 'd, I, O, A> {
     bytes: u64,
-    tables: &'a mut Vec<A>,
+    tables: &'a mut List<A>,
     dirty: Dirty<'d, I, O>,
 }
 
@@ -134,11 +134,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
+    #[cfg(feature = "alloc")]
     #[inline]
     pub fn clear_into(
         &mut self,
         span: Span<I>,
-        tables: &mut Vec<T::Addr>,
+        tables: &mut alloc::vec::Vec<T::Addr>,
         invalidate: Option<&mut dyn FnMut(Span<I>)>,
     ) -> Result<(Span<I>, u64), Error> {
         if self.clear_one(span, Detach::Covered) {
@@ -162,7 +163,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Panics
     /// With debug assertions, when the table is not empty.
-    pub fn detach_empty(&mut self, at: I, level: u32, tables: &mut Vec<T::Addr>) -> bool {
+    #[cfg(feature = "alloc")]
+    pub fn detach_empty(&mut self, at: I, level: u32, tables: &mut alloc::vec::Vec<T::Addr>) -> bool {
         if T::SHARED || level <= self.root_level() || level >= F::LEVELS || at.bits() >= self.input_len() {
             return false;
         }
@@ -188,9 +190,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline(always)]
     fn unmap_listed(&mut self, span: Span<I>, detach: Detach) -> Result<FlushList<I, T::Addr>, Error> {
         if self.clear_one(span, detach) {
-            return Ok(FlushList { span, bytes: F::GRANULE.bytes(), tables: Vec::new() });
+            return Ok(FlushList { span, bytes: F::GRANULE.bytes(), tables: List::new() });
         }
-        let mut tables = Vec::new();
+        let mut tables = List::new();
         let (span, bytes) = self.unmap_more(span, detach, &mut tables, None)?;
         Ok(FlushList { span, bytes, tables })
     }
@@ -257,7 +259,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         &mut self,
         span: Span<I>,
         detach: Detach,
-        tables: &mut Vec<T::Addr>,
+        tables: &mut List<T::Addr>,
         invalidate: Option<&mut dyn FnMut(Span<I>)>,
     ) -> Result<(Span<I>, u64), Error> {
         let (first, last) = self.check_span(span)?;
@@ -320,10 +322,23 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         &mut self,
         span: Span<I>,
         detach: Detach,
-        tables: &mut Vec<T::Addr>,
+        tables: &mut List<T::Addr>,
         dirty: Dirty<'_, I, O>,
-        mut invalidate: Option<&mut dyn FnMut(Span<I>)>,
+        invalidate: Option<&mut dyn FnMut(Span<I>)>,
     ) -> Result<(Span<I>, u64), Error> {
+        let flush = self.split_ends(span, invalidate)?;
+        let before = tables.len();
+        let bytes = self.clear_span(span.first().bits(), span.last().bits(), detach, tables, dirty);
+        self.note_detached(tables.len() - before);
+        Ok((flush, bytes))
+    }
+
+    /// Splits the leaves that reach across an end of the span. Gives the span, widened to all of those.
+    pub(crate) fn split_ends(
+        &mut self,
+        span: Span<I>,
+        mut invalidate: Option<&mut dyn FnMut(Span<I>)>,
+    ) -> Result<Span<I>, Error> {
         let (first, last) = (span.first().bits(), span.last().bits());
         let cuts = [self.find_cut(first), self.find_cut(last + 1)];
         let mut spare = self.spare_tables(Cut::tables::<F>(cuts), first)?;
@@ -338,11 +353,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 None => false,
             });
         }
-        let before = tables.len();
-        let bytes = self.clear_span(first, last, detach, tables, dirty);
-        self.note_detached(tables.len() - before);
-        let span = Span::inclusive(I::new(flush_first), I::new(flush_last)).unwrap_or(span);
-        Ok((span, bytes))
+        Ok(Span::inclusive(I::new(flush_first), I::new(flush_last)).unwrap_or(span))
     }
 
     /// Notes that `tables` tables have left the tree.
@@ -476,7 +487,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Marks leaves as written to.
-    fn mark(&mut self, table: T::Addr, leaves: Range<usize>) {
+    pub(crate) fn mark(&mut self, table: T::Addr, leaves: Range<usize>) {
         slots::update::<F, T>(&mut self.tables, table, leaves, |leaf| Some(marked::<F>(leaf, true)));
     }
 
@@ -505,7 +516,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         first: u64,
         last: u64,
         detach: Detach,
-        tables: &mut Vec<T::Addr>,
+        tables: &mut List<T::Addr>,
         dirty: Dirty<'_, I, O>,
     ) -> u64 {
         let mut cleared = Cleared { bytes: 0, tables, dirty };
@@ -528,13 +539,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker
         // whose caches must be invalidated anyway. (Marks are taken with their entries.) The root is never unlinked.
         let mask = page * entries::<F>(level) as u64 - 1;
-        let whole = detach != Detach::Nothing && level > self.root_level() && first & mask == 0 && last & mask == mask;
+        let covered =
+            detach != Detach::Nothing && level > self.root_level() && first & mask == 0 && last & mask == mask;
+        // Without `alloc` the list may have no room for it.
+        let whole = covered && cfg!(feature = "alloc");
         let if_empty = detach == Detach::Emptied && level > self.root_level();
         if level + 1 == F::LEVELS && cleared.dirty.is_none() {
             let (pages, members) = self.take_out(table, i..j + 1, whole);
             cleared.bytes += page * pages;
             self.uncount(level, pages, members);
-            return whole || if_empty && pages > 0 && self.is_empty_but(table, level, i, j);
+            return whole || (covered || if_empty && pages > 0) && self.is_empty_but(table, level, i, j);
         }
         let (mut changed, mut kept) = (false, false);
         let (mut leaves, mut members) = (0, 0);
@@ -561,10 +575,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
                 Entry::Table(next) => {
                     let next = T::Addr::new(next);
-                    let emptied = self.clear_below(next, level + 1, (at, entry_last), detach, cleared);
-                    if emptied {
-                        cleared.tables.push(next);
-                    }
+                    let emptied = self.clear_below(next, level + 1, (at, entry_last), detach, cleared)
+                        && list::push(cleared.tables, next);
                     kept |= !emptied;
                     emptied
                 }
@@ -580,7 +592,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if changed {
             slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
         }
-        whole || if_empty && changed && !kept && self.is_empty_but(table, level, i, j)
+        whole || (covered || if_empty && changed) && !kept && self.is_empty_but(table, level, i, j)
     }
 
     /// Counts leaves of a kind. Another handle may take them off its own count: only the sum is never negative.

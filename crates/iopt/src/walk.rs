@@ -47,8 +47,7 @@ impl fmt::Display for FaultKind {
 }
 
 /// A translation fault.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("translation fault at {at:#x}, level {level}: {kind}")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WalkFault {
     /// The input address.
     pub at: u64,
@@ -56,6 +55,14 @@ pub struct WalkFault {
     pub level: u32,
     /// Why.
     pub kind: FaultKind,
+}
+
+impl core::error::Error for WalkFault {}
+
+impl fmt::Display for WalkFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "translation fault at {:#x}, level {}: {}", self.at, self.level, self.kind)
+    }
 }
 
 /// Translates input address `at` by the tables below the one at `root`, for an unprivileged access, as those of devices

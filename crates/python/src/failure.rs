@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use dmalane::OpenError;
 use dmalane::addr::FileOffset;
 use dmalane::load::fill::FillError;
 use dmalane::load::{Difference, Error as LoadError};
 use dmalane::queue::OpError;
+use dmalane::{OpenError, error_chain};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -109,7 +109,7 @@ impl From<Failure> for PyErr {
 impl From<LoadError> for Failure {
     fn from(error: LoadError) -> Self {
         use dmalane::file::Error::Open;
-        let failure = |class| Self::new(class, error.to_string());
+        let failure = |class| Self::new(class, error_chain(&error));
         match &error {
             LoadError::Format { path, source } => {
                 let (tensor, at) = source.about();
@@ -135,9 +135,9 @@ impl From<LoadError> for Failure {
                 failure("ChangedError").path(path).number("before", *before).number("size", *now)
             }
             LoadError::Limit { wanted, used, limit } => {
-                Self::limit(*wanted, *limit, error.to_string()).number("used", *used)
+                Self::limit(*wanted, *limit, error_chain(&error)).number("used", *used)
             }
-            LoadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(*wanted, *left, error.to_string()),
+            LoadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(*wanted, *left, error_chain(&error)),
             LoadError::Fill(FillError::Cancelled { .. }) => failure("CancelledError"),
             LoadError::Fill(FillError::Job(_) | FillError::Deadline { .. }) => failure("Error"),
             LoadError::Memory(_) | LoadError::Fill(FillError::Memory { .. }) => failure("OutOfMemoryError"),
@@ -165,18 +165,18 @@ impl From<LoadError> for Failure {
 
 impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Self {
-        Self::new("DeviceError", error.to_string())
+        Self::new("DeviceError", error_chain(&error))
     }
 }
 
 impl From<dmalane::dma::Error> for Failure {
     fn from(error: dmalane::dma::Error) -> Self {
-        Self::new("OutOfMemoryError", error.to_string())
+        Self::new("OutOfMemoryError", error_chain(&error))
     }
 }
 
 impl From<dmalane::device::IoError> for Failure {
     fn from(error: dmalane::device::IoError) -> Self {
-        Self::new("DeviceError", error.to_string())
+        Self::new("DeviceError", error_chain(&error))
     }
 }

@@ -5,13 +5,15 @@
 //! which it does not have the capability must be refused.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dmalane_dma::BufferSlice;
+use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_dma::{AnonHeap, BufferSlice, Heap, Mapping, Pinned, Undo};
 
 use crate::{
     CacheHint, Cancelled, Capabilities, Completion, Direction, HostSlice, OpError, Operation, Queue, QueueAddr,
-    Refusal, Shape, StopReason, Ticket, Work, drain, run,
+    Refusal, Registered, Shape, StopReason, Ticket, Work, drain, run,
 };
 
 /// A queue under test, and the memory that its operations target.
@@ -416,7 +418,27 @@ fn refuses_what_makes_no_sense<F: Fixture>(fixture: &mut F) {
             assert_eq!(queue.submit(operation).expect_err("refused").reason, reason);
         }
     }
+    let via = Some(registered_elsewhere());
+    let slice = fixture.host(fixture.align()).slice;
+    let refused = queue.submit(Operation::copy(direction, HostSlice { slice, via }, at)).unwrap_err();
+    assert_eq!(refused.reason, Refusal::NotRegistered, "registered is other memory");
     assert_eq!(queue.in_flight(), 0);
+}
+
+/// A registration of memory that no operation uses.
+fn registered_elsewhere() -> Registered {
+    struct Nothing;
+    impl Undo for Nothing {
+        fn unmap(&self, _: Lease<Iova>) -> bool {
+            true
+        }
+        fn unpin(&self, _: &SgTable<PhysAddr>) {}
+    }
+    let buf = AnonHeap::new().allocate(1 << 16).unwrap().share();
+    let space = Span::new(Iova::new(0), 1 << 16).unwrap();
+    let lease = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K)).reserve(space).unwrap();
+    let pinned = Pinned::new(buf.reference(), 0..buf.len(), None, Arc::new(Nothing));
+    Registered::from_mapping(Mapping::new(vec![pinned], lease, Access::RW))
 }
 
 fn refuses_what_it_does_not_support<F: Fixture>(fixture: &mut F) {

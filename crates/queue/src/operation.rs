@@ -23,6 +23,12 @@ impl HostSlice {
         self.via.as_ref()?.iova_of(&self.slice)
     }
 
+    /// True when there are bytes outside of the registration.
+    #[inline]
+    fn strays(&self) -> bool {
+        !self.slice.is_empty() && self.via.as_ref().is_some_and(|via| via.iova_of(&self.slice).is_none())
+    }
+
     /// For queues that need registrations: checks that the one of this slice is for the device behind `bus` and permits
     /// `wanted`.
     ///
@@ -320,6 +326,7 @@ impl<A: QueueAddr> Operation<A> {
             && limits.max_parts > 0
             && capabilities.contains(Capabilities::copy(*direction))
             && at.advance(len - 1).is_some()
+            && !host.strays()
         {
             return Ok(());
         }
@@ -341,12 +348,16 @@ impl<A: QueueAddr> Operation<A> {
     }
 
     /// Refuses what no queue can do: no bytes, sides of different lengths, a range past the top of its space, a shape
-    /// without rows, a copy within device memory whose sides overlap.
+    /// without rows, a copy within device memory whose sides overlap, a registration of other memory than that of the
+    /// operation. (Whether there is one, and whose it is, [`Operation::check_registered`] says.)
     ///
     /// # Errors
     /// [`Refusal`]: [`Empty`](Refusal::Empty), [`Mismatch`](Refusal::Mismatch), [`PastTheTop`](Refusal::PastTheTop),
-    /// [`Overlap`](Refusal::Overlap).
+    /// [`Overlap`](Refusal::Overlap), [`NotRegistered`](Refusal::NotRegistered).
     pub fn check(&self) -> Result<(), Refusal> {
+        if self.hosts().iter().any(HostSlice::strays) {
+            return Err(Refusal::NotRegistered);
+        }
         let fits = |at: &A, extent: u64| match extent.checked_sub(1) {
             None => Err(Refusal::Empty),
             Some(last) if at.advance(last).is_none() => Err(Refusal::PastTheTop),

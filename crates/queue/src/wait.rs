@@ -9,7 +9,7 @@ use crate::{Completion, OpError, Operation, Queue, Refusal, Refused, StopReason}
 /// Why [`run`] did not move the bytes.
 #[derive(Debug, Error)]
 #[error("{error}")]
-pub struct RunError<A: std::fmt::Debug> {
+pub struct RunError<A: std::fmt::Debug = crate::DeviceAddr> {
     /// The operation, unless the queue still owns its buffers: it did not end in time, or the queue has halted and its
     /// device has not let go of them.
     pub operation: Option<Operation<A>>,

@@ -554,17 +554,22 @@ impl Registrar for UserBus {
 impl Mmio for UserBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
         let mut bytes = [0; 4];
-        let aligned = offset.is_multiple_of(4) && bar < 6;
-        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        self.read_region(bar.into(), offset, &mut bytes).map_err(|e| register_error(e, no_register(bar, offset, 4)))?;
+        offset.is_multiple_of(4).then_some(()).ok_or(no_register(bar, offset, 4))?;
+        self.read_bytes(bar, offset, &mut bytes)?;
         Ok(u32::from_le_bytes(bytes))
     }
 
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), dma::Error> {
-        let aligned = offset.is_multiple_of(4) && bar < 6;
-        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        self.write_region(bar.into(), offset, &value.to_le_bytes())
-            .map_err(|e| register_error(e, no_register(bar, offset, 4)))
+        offset.is_multiple_of(4).then_some(()).ok_or(no_register(bar, offset, 4))?;
+        self.write_bytes(bar, offset, &value.to_le_bytes())
+    }
+
+    fn read_bytes(&self, bar: u8, offset: u64, into: &mut [u8]) -> Result<(), dma::Error> {
+        let none = no_register(bar, offset, into.len());
+        match bar {
+            0..6 => self.read_region(bar.into(), offset, into).map_err(|e| register_error(e, none)),
+            _ => Err(none),
+        }
     }
 
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), dma::Error> {
@@ -634,12 +639,17 @@ mod tests {
     /// Long enough for a device that answers at once.
     const SHORT: Duration = Duration::from_secs(1);
 
+    /// An error with its source.
+    fn chain(error: Error) -> String {
+        format!("{error}: {}", std::error::Error::source(&error).expect("a source"))
+    }
+
     #[test]
     fn a_device_that_does_not_read_times_out() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let mut socket = Socket::new(ours, SHORT).unwrap();
         let began = Instant::now();
-        let error = socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err().to_string();
+        let error = chain(socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err());
         assert_eq!(error, "the device's process does not answer to RegionWrite: not within 1s");
         assert!(began.elapsed() >= SHORT && began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
     }
@@ -672,7 +682,7 @@ mod tests {
     #[test]
     fn a_silent_device_times_out_and_a_refusal_is_no_success() {
         let (ours, _silent) = UnixStream::pair().unwrap();
-        let error = Socket::new(ours, SHORT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err().to_string();
+        let error = chain(Socket::new(ours, SHORT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err());
         assert_eq!(error, "the device's process does not answer to Reset: not within 1s");
         for (number, text) in [
             (u32::MAX, "error number 4294967295, which Linux does not have"),
@@ -686,7 +696,7 @@ mod tests {
                 let request = receive(&mut theirs).unwrap().unwrap();
                 send(&mut theirs, request.id, request.command, REPLY | ERROR, number, &[], &[]).unwrap();
             });
-            let error = Socket::new(ours, TIMEOUT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err().to_string();
+            let error = chain(Socket::new(ours, TIMEOUT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err());
             assert_eq!(error, format!("the device's process refuses Reset: {text}"));
             device.join().unwrap();
         }

@@ -14,7 +14,7 @@ use crate::Command;
 #[non_exhaustive]
 pub enum Error {
     /// No process accepts connections at the socket.
-    #[error("cannot connect to {}: {source}", path.display())]
+    #[error("cannot connect to {}", path.display())]
     Connect {
         /// The socket.
         path: PathBuf,
@@ -22,7 +22,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The process behind the socket is another user's.
-    #[error("cannot use {}: {source}; if that is right, say so (-d vfio-user:SOCKET,server-uid=UID)", path.display())]
+    #[error("cannot use {} (if the user of its server is right: -d vfio-user:SOCKET,server-uid=UID)", path.display())]
     WrongServer {
         /// The socket.
         path: PathBuf,
@@ -30,10 +30,10 @@ pub enum Error {
         source: PeerError,
     },
     /// The timeouts of the socket, or the eventfds of the interrupts, cannot be set up.
-    #[error("cannot set up the connection to the device's process: {0}")]
-    Setup(io::Error),
+    #[error("cannot set up the connection to the device's process")]
+    Setup(#[source] io::Error),
     /// The connection failed during a request, or the device's process took too long. The connection is closed.
-    #[error("the device's process does not answer to {command:?}: {source}")]
+    #[error("the device's process does not answer to {command:?}")]
     Unanswered {
         /// The request.
         command: Command,
@@ -41,7 +41,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The device's process answered a request with an error number.
-    #[error("the device's process refuses {command:?}: {source}")]
+    #[error("the device's process refuses {command:?}")]
     Refused {
         /// The request.
         command: Command,
@@ -61,7 +61,7 @@ pub enum Error {
         len: usize,
     },
     /// The device's process broke the protocol.
-    #[error("the device's process {0}")]
+    #[error("the device's process broke the protocol")]
     Protocol(#[from] ProtocolError),
     /// The memory is not from a memfd, so no descriptor of it can be sent to the device's process.
     #[error("the memory cannot be shared with the device's process: it is not from a memfd (MemfdHeap; --heap memfd)")]
@@ -76,24 +76,42 @@ pub enum Error {
 #[non_exhaustive]
 pub enum ProtocolError {
     /// Its version is not 0.x.
-    #[error("speaks another version than 0.x")]
+    #[error("it speaks another version than 0.x")]
     Version,
     /// A capability of its version message is no number, or too small to drive a device, or the data of that message is
     /// no JSON.
-    #[error("announced a bad {0} with its version")]
+    #[error("it announced a bad {0} with its version")]
     Capability(&'static str),
     /// The device is not a PCI device.
-    #[error("serves a device that is not a PCI device")]
+    #[error("it serves a device that is not a PCI device")]
     NotPci,
     /// An answer has the id or command of another request, or is not marked as an answer.
-    #[error("answered another request than the one sent")]
+    #[error("it answered another request than the one sent")]
     WrongAnswer,
     /// The description of a region has no length.
-    #[error("described a region without a length")]
+    #[error("it described a region without a length")]
     NoRegionLength,
     /// The answer to a read has more or fewer bytes than requested.
-    #[error("answered a read with the wrong number of bytes")]
+    #[error("it answered a read with the wrong number of bytes")]
     ReadLength,
+}
+
+#[cfg(test)]
+#[test]
+fn causes_are_printed_once() {
+    let (path, command, source) = (PathBuf::from("socket"), Command::Reset, || io::Error::other("why"));
+    for error in [
+        Error::Connect { path: path.clone(), source: source() },
+        Error::WrongServer { path, source: PeerError::Untrusted { uid: 1, trusted: vec![2] } },
+        Error::Setup(source()),
+        Error::Unanswered { command, source: source() },
+        Error::Refused { command, source: source() },
+        ProtocolError::Version.into(),
+    ] {
+        let chain = std::iter::successors(Some(&error as &dyn std::error::Error), |&e| e.source());
+        let texts: Vec<String> = chain.map(ToString::to_string).collect();
+        assert!(texts.len() == 2 && !texts[0].contains(&texts[1]), "{texts:?}");
+    }
 }
 
 impl From<Error> for dmalane_dma::Error {

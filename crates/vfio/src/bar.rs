@@ -86,7 +86,7 @@ impl BarMap {
         {
             return Err(device.region_error(region, RegionError::AlignmentBelowPage));
         }
-        let memory = sys::BarMemory::map(device.fd(), file_offset + range.start, size, align);
+        let memory = sys::BarMemory::map(device.as_fd(), file_offset + range.start, size, align);
         let memory = memory.map_err(Error::kernel(format_args!("map region {region} of {}", device.bdf())))?;
         Ok(Self { memory, device, region, range, dma_buf: OnceLock::new() })
     }
@@ -105,7 +105,7 @@ impl BarMap {
             return Err(self.error(RegionError::NotWholePages));
         }
         let bdf = self.device.bdf();
-        let made = sys::dma_buf(self.device.fd(), self.region, self.range.start, self.len());
+        let made = sys::dma_buf(self.device.as_fd(), self.region, self.range.start, self.len());
         let made = made.map_err(|source| match Errno::from_io_error(&source) {
             // Not supported by this kernel, by this VFIO driver, or without peer-to-peer DMA in the kernel.
             Some(Errno::NOTTY | Errno::OPNOTSUPP | Errno::INVAL) => Error::NoDmaBuf { bdf, source },
@@ -409,7 +409,7 @@ mod tests {
         // The offset in the file is not a multiple of a page.
         for alignment in [BarAlignment::Any, BarAlignment::LargestPage] {
             let error = device(100).map_bar(0, None, alignment).unwrap_err();
-            assert!(error.to_string().starts_with("cannot map region 0 of 0000:01:00.0: "), "{error}");
+            assert!(error.to_string().starts_with("cannot map region 0 of 0000:01:00.0"), "{error}");
         }
         // A file is no device, so it exports no dma-buf.
         let whole = aligned.map_bar(0, None, BarAlignment::Any).unwrap();

@@ -1,19 +1,40 @@
 //! A VFIO device as the bus of its driver.
 
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use crate::{BarAlignment, BarMap, Bdf, Error, Irq, PciDevice, RegionError};
 use dmalane_addr::Access;
 use dmalane_dma::{self as dma, BufferRef, InterruptEvents, Mapping, Mmio, Pinned, Registrar};
-use vfio_bindings::bindings::vfio as abi;
-
-use crate::{BarAlignment, BarMap, Bdf, Error, PciDevice, RegionError};
 
 /// The number of BARs of a PCI function.
 const BARS: u32 = 6;
-/// Maximum number of interrupts: one for each channel of a device.
-const VECTORS: u32 = 32;
+
+/// What a [`VfioBus`] changes of its device, and takes back when it is dropped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct BusOptions {
+    /// Interrupts to enable at most; with 0 the device's are left alone, and [`Mmio::wait`] only waits.
+    pub interrupts: u32,
+    /// Let the device access memory. Otherwise that is for [`PciDevice::set_bus_master`], or a guest.
+    pub bus_master: bool,
+}
+
+impl Default for BusOptions {
+    /// One interrupt for each channel of a device, up to 32, and access to memory.
+    fn default() -> Self {
+        Self { interrupts: 32, bus_master: true }
+    }
+}
+
+impl BusOptions {
+    /// No interrupts, and no access to memory: only registers, and memory that is mapped.
+    pub fn passive() -> Self {
+        Self { interrupts: 0, bus_master: false }
+    }
+}
 
 /// A device as its driver sees it: registers in mapped BARs, memory mapped through the kernel's IOMMU driver,
 /// interrupts as eventfds.
@@ -23,9 +44,10 @@ pub struct VfioBus {
     device: PciDevice,
     /// The mapped areas of each BAR.
     bars: [OnceLock<Vec<BarMap>>; BARS as usize],
-    /// The interrupts' index in VFIO: MSI-X or MSI.
-    kind: u32,
+    /// MSI-X or MSI.
+    irq: Irq,
     interrupts: InterruptEvents,
+    bus_master: bool,
 }
 
 impl VfioBus {
@@ -34,19 +56,35 @@ impl VfioBus {
     /// # Errors
     /// [`Error::NoInterrupts`]; [`Error::Kernel`].
     pub fn new(device: PciDevice) -> Result<Self, Error> {
-        let mut kind = abi::VFIO_PCI_MSIX_IRQ_INDEX;
-        let mut count = device.interrupt_count(kind)?;
-        if count == 0 {
-            kind = abi::VFIO_PCI_MSI_IRQ_INDEX;
-            count = device.interrupt_count(kind)?;
+        Self::with_options(device, BusOptions::default())
+    }
+
+    /// As [`VfioBus::new`], with less than that.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_options(device: PciDevice, options: BusOptions) -> Result<Self, Error> {
+        let (mut irq, mut count) = (Irq::Msix, 0);
+        if options.interrupts > 0 {
+            count = device.irq_count(irq)?;
+            if count == 0 {
+                irq = Irq::Msi;
+                count = device.irq_count(irq)?;
+            }
+            if count == 0 {
+                return Err(Error::NoInterrupts(device.bdf()));
+            }
         }
-        if count == 0 {
-            return Err(Error::NoInterrupts(device.bdf()));
+        let count = count.min(options.interrupts);
+        let interrupts = InterruptEvents::new(count).map_err(Error::kernel("create an eventfd"))?;
+        let events: Vec<_> = interrupts.events().iter().map(|event| Some(event.as_fd())).collect();
+        if count > 0 {
+            device.set_irqs(irq, 0, &events)?;
         }
-        let interrupts = InterruptEvents::new(count.min(VECTORS)).map_err(Error::kernel("create an eventfd"))?;
-        device.set_interrupts(kind, interrupts.events())?;
-        let this = Self { device, bars: Default::default(), kind, interrupts };
-        this.device.set_bus_master(true)?;
+        let this = Self { device, bars: Default::default(), irq, interrupts, bus_master: options.bus_master };
+        if options.bus_master {
+            this.device.set_bus_master(true)?;
+        }
         Ok(this)
     }
 
@@ -62,7 +100,7 @@ impl VfioBus {
 
     /// The number of enabled interrupts, and whether they are MSI-X.
     pub fn interrupts(&self) -> (usize, bool) {
-        (self.interrupts.events().len(), self.kind == abi::VFIO_PCI_MSIX_IRQ_INDEX)
+        (self.interrupts.events().len(), self.irq == Irq::Msix)
     }
 
     /// The areas of a BAR, mapped on first use. The rest is read and written through the kernel.
@@ -106,11 +144,10 @@ impl VfioBus {
     }
 }
 
+/// Through the [`VfioContainer`](crate::VfioContainer) of the device.
 impl Registrar for VfioBus {
-    /// Only records the buffer: the kernel pins memory when it is mapped.
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
-        buffer.check_pages(&range, self.device.container().page_size().bytes() as usize)?;
-        Ok(Pinned::new(buffer.clone(), range, None, self.device.container().0.clone()))
+        self.device.container().pin_range(buffer, range)
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
@@ -118,7 +155,7 @@ impl Registrar for VfioBus {
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
-        mapping.pinned().is_from(&self.device.container().0)
+        self.device.container().owns(mapping)
     }
 }
 
@@ -129,6 +166,13 @@ impl Mmio for VfioBus {
             device.read_region(bar.into(), offset, &mut bytes).map(|()| u32::from_le_bytes(bytes))
         };
         self.register((bar, offset, 4, 4), BarMap::load_u32, through_kernel)
+    }
+
+    fn read_bytes(&self, bar: u8, offset: u64, into: &mut [u8]) -> Result<(), dma::Error> {
+        let (len, into) = (into.len(), std::cell::Cell::new(into));
+        let mapped = |area: &BarMap, at| area.read(at, into.take());
+        let through_kernel = |device: &PciDevice| device.read_region(bar.into(), offset, into.take());
+        self.register((bar, offset, len, 1), mapped, through_kernel)
     }
 
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), dma::Error> {
@@ -151,8 +195,12 @@ impl Mmio for VfioBus {
 impl Drop for VfioBus {
     fn drop(&mut self) {
         // DMA ends first, then interrupts. A device that was removed fails both calls and does neither.
-        let _ = self.device.set_bus_master(false);
-        let _ = self.device.set_interrupts(self.kind, &[]);
+        if self.bus_master {
+            let _ = self.device.set_bus_master(false);
+        }
+        if !self.interrupts.events().is_empty() {
+            let _ = self.device.set_irqs(self.irq, 0, &[]);
+        }
     }
 }
 
@@ -183,8 +231,8 @@ mod tests {
         let areas = vec![(0, PAGE), (2 * PAGE, PAGE)];
         let device = PciDevice::of_file(file.try_clone().unwrap().into(), PAGE..4 * PAGE, Some(areas)).unwrap();
         device.set_bus_master(true).unwrap();
-        let (kind, interrupts) = (abi::VFIO_PCI_MSIX_IRQ_INDEX, InterruptEvents::new(2).unwrap());
-        let bus = VfioBus { device: device.clone(), bars: Default::default(), kind, interrupts };
+        let (irq, interrupts) = (Irq::Msix, InterruptEvents::new(2).unwrap());
+        let bus = VfioBus { device: device.clone(), bars: Default::default(), irq, interrupts, bus_master: true };
         assert_eq!((bus.bdf(), bus.interrupts()), (device.bdf(), (2, true)));
         assert!(format!("{bus:?}").starts_with("VfioBus { device: PciDevice"));
         let on_file = |offset: u64, len: usize| {
@@ -201,7 +249,13 @@ mod tests {
             assert_eq!(bus.read32(0, offset).unwrap(), 0x0403_0201);
             bus.write_bytes(0, offset + 1, &[7, 8]).unwrap();
             assert_eq!(on_file(offset, 4), [1, 7, 8, 4], "{offset:#x}");
+            let mut bytes = [0; 3];
+            bus.read_bytes(0, offset + 1, &mut bytes).unwrap();
+            assert_eq!(bytes, [7, 8, 4]);
         }
+        bus.write64(0, 8, 0x0807_0605_0403_0201).unwrap();
+        assert_eq!(bus.read64(0, 8).unwrap(), 0x0807_0605_0403_0201);
+        assert!(bus.read64(0, 3 * PAGE - 4).is_err() && bus.read64(6, 0).is_err());
         // Across the end of an area, so through the kernel.
         bus.write_bytes(0, PAGE - 3, &[1; 6]).unwrap();
         assert_eq!(on_file(PAGE - 4, 8), [1, 1, 1, 1, 1, 1, 1, 4]);
@@ -226,8 +280,8 @@ mod tests {
     fn a_device_without_a_container_maps_nothing() {
         let file = tempfile::tempfile().unwrap();
         let device = PciDevice::of_file(file.into(), PAGE..2 * PAGE, None).unwrap();
-        let interrupts = InterruptEvents::new(0).unwrap();
-        let bus = VfioBus { device, bars: Default::default(), kind: 0, interrupts };
+        let bus = VfioBus::with_options(device, BusOptions::passive()).unwrap();
+        assert!(!bus.wait(Duration::ZERO) && bus.interrupts().0 == 0);
         let buf = AnonHeap::new().allocate(PAGE as usize).unwrap().share();
         let pinned = bus.pin(&buf.reference()).unwrap();
         let refused = bus.map(pinned, Access::READ).unwrap_err();

@@ -1,19 +1,20 @@
 //! Containers: devices that share one IOMMU address space, and the memory mapped into it, with either backend.
 //!
-//! `unsafe` where devices get access to memory: [`VfioContainer::map_list`] is where a list of pins that are admitted
+//! `unsafe` where devices get access to memory: `map_to` is where a list of pins that are admitted
 //! meets the kernel, and [`Mapping`] keeps them until it is unmapped.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, SgTable, Span};
-use dmalane_dma::{self as dma, BufferRef, Mapping, Pinned, Undo};
+use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeError, SgTable, Span};
+use dmalane_dma::{self as dma, BufferRef, Mapping, Pinned, Registrar, Undo};
 use rustix::io::Errno;
 
 use crate::backend::{Backend, more_specific};
@@ -170,6 +171,7 @@ impl VfioContainer {
 
     /// From now on maps memfds by their address in this process, which iommufd otherwise maps by their file, to measure
     /// the difference.
+    #[doc(hidden)]
     pub fn map_by_address(&self) {
         self.0.by_address.store(true, Ordering::Relaxed);
     }
@@ -210,18 +212,27 @@ impl VfioContainer {
         self.0.failed_unmaps.load(Ordering::Relaxed)
     }
 
-    /// Maps pinned buffers, or ranges of them, at contiguous IOVAs that the container chooses. Each counts as one
-    /// mapping towards the kernel's limit ([`VfioContainer::mappings_left`]).
+    /// As [`Registrar::map`], from this IOVA on, which may be 0: the memory of a guest at its physical addresses.
     ///
     /// # Errors
-    /// [`Error`] by cause, such as [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`] and [`Error::Iova`];
-    /// nothing stays mapped.
-    pub fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
+    /// As there; [`Error::Iova`] where anything is mapped, or the IOMMU translates no such addresses
+    /// ([`VfioContainer::iova_ranges`]).
+    pub fn map_at(&self, at: Iova, pinned: Pinned, access: Access) -> Result<Mapping, dma::Error> {
+        self.map_to(Some(at), vec![pinned], access)
+    }
+
+    fn map_to(&self, at: Option<Iova>, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
         let inner = &self.0;
         let len = Pinned::admit_all(&mut list, inner, access)?;
         let mut state = inner.lock();
         let place = start_of_longest(list.iter().map(|p| (address(p) as u64, p.range().len() as u64)));
-        let lease = state.iovas.allocate(place, len)?;
+        let lease = match at {
+            None => state.iovas.allocate(place, len)?,
+            Some(at) => {
+                let bad_length = RangeError::BadLength { len, page: state.iovas.page() };
+                state.iovas.reserve(Span::new(at, len).ok_or(bad_length)?)?
+            }
+        };
         // SAFETY: admitted above; the mapping owns the list until `Inner::unmap` has unmapped it. What the kernel
         // refuses to unmap, there or below, is leaked with its admission.
         if let Err((e, done)) = unsafe { inner.map_contiguous(&list, lease.span(), access) } {
@@ -244,6 +255,28 @@ impl VfioContainer {
     /// [`Error::PartialUnmap`]; [`Error::Kernel`].
     pub fn revoke(&self, span: Span<Iova>) -> Result<u64, Error> {
         self.0.kernel.get().map_or(Ok(0), |kernel| kernel.unmap(span))
+    }
+}
+
+/// Memory goes to all devices of the container. What a [`VfioBus`](crate::VfioBus) registers is its container's.
+impl Registrar for VfioContainer {
+    /// Only records the buffer: the kernel pins memory when it is mapped.
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
+        buffer.check_pages(&range, self.page_size().bytes() as usize)?;
+        Ok(Pinned::new(buffer.clone(), range, None, self.0.clone()))
+    }
+
+    /// Each of the list counts as one mapping towards the kernel's limit ([`VfioContainer::mappings_left`]).
+    ///
+    /// # Errors
+    /// [`Error`] by cause, such as [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`] and [`Error::Iova`];
+    /// nothing stays mapped.
+    fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
+        self.map_to(None, list, access)
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.0)
     }
 }
 
@@ -443,6 +476,14 @@ mod tests {
         let (buf, other) = (allocate(), allocate());
         let list = [&buf, &other].map(|buf| Pinned::new(buf.reference(), 0..buf.len(), None, container.0.clone()));
         assert!(container.map_list(list.into(), Access::RW).is_err());
+        // A guest's memory: what is refused leaves nothing behind, not even at 0.
+        for (at, taken) in [(0, false), (0, false), (span.first().bits(), true), (!0xfff, true), (1 << 40, true)] {
+            let pinned = container.pin(&buf.reference()).unwrap();
+            assert!(pinned.is_from(&container.0));
+            let error = container.map_at(Iova::new(at), pinned, Access::RW).unwrap_err();
+            assert_eq!(matches!(error, dma::Error::Iova(_)), taken, "{at:#x}: {error}");
+        }
+        assert!(container.pin_range(&buf.reference(), 0..100).is_err());
         assert!(buf.into_cpu().is_ok(), "nothing of it was mapped");
     }
 
@@ -451,7 +492,7 @@ mod tests {
         let page = span(0x1000, 0x1fff);
         let explained = |errno: Errno, access: Access| explain(io::Error::from(errno), 0x1000, page, access);
         let refused = explained(Errno::INVAL, Access::RW).to_string();
-        assert!(refused.starts_with("cannot map 4096 bytes at 0x1000 to IOVA 0x1000: Invalid argument"), "{refused}");
+        assert_eq!(refused, "cannot map 4096 bytes at 0x1000 to IOVA 0x1000");
         let read_only = explained(Errno::FAULT, Access::RW);
         assert!(matches!(read_only, Error::NotMemory { writable: true, .. }));
         assert!(read_only.to_string().contains("read-only"));

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, RwLockReadGuard, Weak};
 
+use rustix::event::{EventfdFlags, eventfd};
 use vfio_bindings::bindings::vfio as abi;
 
 use crate::error::RegionError;
@@ -229,22 +230,63 @@ impl PciDevice {
         self.change(true, reset)
     }
 
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.0.fd.as_fd()
-    }
-
-    pub(crate) fn interrupt_count(&self, kind: u32) -> Result<u32, Error> {
-        match sys::irq_count(self.0.fd.as_fd(), kind) {
+    /// The number of interrupts of a kind; 0 where the device, or the kernel, has none.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn irq_count(&self, irq: Irq) -> Result<u32, Error> {
+        match sys::irq_count(self.as_fd(), irq as u32) {
             Ok(count) => Ok(count),
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(0),
             Err(e) => Err(Error::kernel(format_args!("query the interrupts of {}", self.bdf()))(e)),
         }
     }
 
-    pub(crate) fn set_interrupts(&self, kind: u32, events: &[OwnedFd]) -> Result<(), Error> {
-        let result = sys::set_irqs(self.0.fd.as_fd(), kind, events);
+    /// Has the kernel signal these eventfds on the interrupts of a kind, from number `first` on; `None` disables one.
+    /// An empty list disables all of the kind. The kernel holds the eventfds; a VMM hands the same ones to KVM.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`], such as for more interrupts than [`PciDevice::irq_count`].
+    pub fn set_irqs(&self, irq: Irq, first: u32, events: &[Option<BorrowedFd<'_>>]) -> Result<(), Error> {
+        let result = sys::set_irqs(self.as_fd(), irq as u32, first, events);
         result.map_err(Error::kernel(format_args!("set the interrupts of {}", self.bdf())))
     }
+
+    /// An eventfd that the kernel signals when somebody wants the device back: its driver is to be unbound, or it is
+    /// to be removed, and that waits until this process has closed it. A later call replaces it.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn release_event(&self) -> Result<OwnedFd, Error> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| Error::kernel("create an eventfd")(e.into()))?;
+        self.set_irqs(Irq::Request, 0, &[Some(event.as_fd())])?;
+        Ok(event)
+    }
+}
+
+/// The device's file, for requests of VFIO that this crate does not make. A reset, or one that disables a BAR, is for
+/// [`PciDevice::reset`] and [`PciDevice::write_region`]: accesses to mapped BARs would end in SIGBUS.
+impl AsFd for PciDevice {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.fd.as_fd()
+    }
+}
+
+/// A kind of interrupts, by its number in VFIO.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+#[non_exhaustive]
+pub enum Irq {
+    /// The line of legacy PCI.
+    Intx = abi::VFIO_PCI_INTX_IRQ_INDEX,
+    /// Message-signalled interrupts.
+    Msi = abi::VFIO_PCI_MSI_IRQ_INDEX,
+    /// The extended kind, with a table in a BAR.
+    Msix = abi::VFIO_PCI_MSIX_IRQ_INDEX,
+    /// The kernel reports an error of the device.
+    Error = abi::VFIO_PCI_ERR_IRQ_INDEX,
+    /// The kernel wants the device back ([`PciDevice::release_event`]).
+    Request = abi::VFIO_PCI_REQ_IRQ_INDEX,
 }
 
 impl PciRegion {
@@ -388,7 +430,8 @@ mod tests {
         assert_eq!(operation(PciDevice::of_file(deaf.into(), BAR, None)), "read region 7 of 0000:01:00.0");
         // Requests of VFIO, to a file of another kind.
         assert!(matches!(null.reset(), Err(Error::NoReset(bdf)) if bdf == ours));
-        assert_eq!(operation(null.set_interrupts(1, &[])), "set the interrupts of 0000:01:00.0");
+        assert_eq!(operation(null.set_irqs(Irq::Msi, 0, &[])), "set the interrupts of 0000:01:00.0");
+        assert_eq!(operation(null.release_event()), "set the interrupts of 0000:01:00.0");
         assert_eq!(operation(crate::VfioBus::new(null.clone())), "query the interrupts of 0000:01:00.0");
         assert!(format!("{null:?}").starts_with("PciDevice { bdf: 0000:01:00.0, regions: 8"));
         let null = open("/dev/null");

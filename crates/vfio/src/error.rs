@@ -9,7 +9,8 @@ use thiserror::Error;
 
 use crate::Bdf;
 
-/// An error of a container, a device or its bus. The message names a fix where there is one.
+/// An error of a container, a device or its bus. The message names a fix where there is one; the kernel's error is the
+/// source.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -94,7 +95,7 @@ pub enum Error {
     /// The kernel refuses the IOMMU of a group or a device; without interrupt remapping a device could forge
     /// interrupts.
     #[error(
-        "the kernel refuses {what}: {source} (without interrupt remapping it requires allow_unsafe_interrupts=1 of \
+        "the kernel refuses {what} (without interrupt remapping it requires allow_unsafe_interrupts=1 of \
          module {module})"
     )]
     Attach {
@@ -107,9 +108,8 @@ pub enum Error {
     },
     /// iommufd maps device memory as dma-bufs only, and the kernel does not export this BAR as one.
     #[error(
-        "the kernel does not export the BARs of {bdf} as dma-bufs \
-         ({source}; Linux 7 with CONFIG_VFIO_PCI_DMABUF does), \
-         and iommufd maps them no other way: open both devices by container and group (type1)"
+        "the kernel does not export the BARs of {bdf} as dma-bufs (Linux 7 with CONFIG_VFIO_PCI_DMABUF does), and \
+         iommufd maps them no other way: open both devices by container and group (type1)"
     )]
     NoDmaBuf {
         /// The device.
@@ -171,7 +171,7 @@ pub enum Error {
     #[error("{0} has neither MSI nor MSI-X")]
     NoInterrupts(Bdf),
     /// The kernel refused an operation for a reason without a variant of its own.
-    #[error("cannot {what}: {source}")]
+    #[error("cannot {what}")]
     Kernel {
         /// The operation.
         what: String,
@@ -243,10 +243,29 @@ fn list(others: &[(String, String)]) -> String {
 mod tests {
     use super::*;
 
+    /// Each error of a chain says something that those before it did not.
+    #[test]
+    fn causes_are_printed_once() {
+        let source = || io::Error::other("why");
+        let bdf: Bdf = "0000:01:00.0".parse().unwrap();
+        let span = Span::new(Iova::new(0), 4096).unwrap();
+        for error in [
+            Error::Kernel { what: "open".into(), source: source() },
+            Error::Attach { what: "to attach".into(), module: "iommufd", source: source() },
+            Error::NoDmaBuf { bdf, source: source() },
+            RangeError::NotFree(span).into(),
+        ] {
+            let chain = std::iter::successors(Some(&error as &dyn std::error::Error), |&e| e.source());
+            let texts: Vec<String> = chain.map(ToString::to_string).collect();
+            assert!(texts.windows(2).all(|two| !two[0].contains(&two[1])), "{texts:?}");
+            assert_eq!(texts.len(), if matches!(error, Error::Iova(_)) { 1 } else { 2 });
+        }
+    }
+
     #[test]
     fn messages_name_what_they_are_about() {
         let error = Error::kernel(format_args!("open {}", "/dev/vfio/15"))(io::Error::other("why"));
-        assert_eq!(error.to_string(), "cannot open /dev/vfio/15: why");
+        assert_eq!(error.to_string(), "cannot open /dev/vfio/15");
         let others =
             vec![("0000:00:1f.2".to_owned(), "ahci".to_owned()), ("0000:00:1f.3".to_owned(), "i801".to_owned())];
         let error = Error::NotViable { group: 15, others };

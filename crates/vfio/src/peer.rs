@@ -42,7 +42,7 @@ impl VfioContainer {
     /// ([`PeerMapping::is_mapped`]), and it must be renewed ([`PeerMapping::renew`]).
     ///
     /// # Errors
-    /// As [`VfioContainer::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
+    /// As [`VfioContainer::map_at`]; [`Error::Region`] when the range is not within `bar`, or the device does not
     /// respond; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
@@ -122,6 +122,7 @@ impl PeerMapping {
     }
 
     /// Time that the kernel took to map it.
+    #[doc(hidden)]
     pub fn map_time(&self) -> Duration {
         self.map_time
     }

@@ -432,11 +432,16 @@ pub(crate) fn irq_count(device: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
     Ok(info[3])
 }
 
-/// Sets the eventfds of the interrupts of a kind, from interrupt 0; an empty list disables the kind.
-pub(crate) fn set_irqs(device: BorrowedFd<'_>, index: u32, events: &[OwnedFd]) -> io::Result<()> {
+/// Sets the eventfds of the interrupts of a kind, from number `first` on; an empty list disables the kind.
+pub(crate) fn set_irqs(
+    device: BorrowedFd<'_>,
+    index: u32,
+    first: u32,
+    events: &[Option<BorrowedFd<'_>>],
+) -> io::Result<()> {
     let data = if events.is_empty() { abi::VFIO_IRQ_SET_DATA_NONE } else { abi::VFIO_IRQ_SET_DATA_EVENTFD };
-    let mut set = vec![0, data | abi::VFIO_IRQ_SET_ACTION_TRIGGER, index, 0, events.len() as u32];
-    set.extend(events.iter().map(|e| e.as_raw_fd() as u32));
+    let mut set = vec![0, data | abi::VFIO_IRQ_SET_ACTION_TRIGGER, index, first, events.len() as u32];
+    set.extend(events.iter().map(|event| event.map_or(-1, |event| event.as_raw_fd()) as u32));
     words(device, Request::DeviceSetIrqs, &mut set).map(drop)
 }
 
@@ -676,7 +681,7 @@ mod tests {
         assert!(has_type1(fd).is_err() && set_type1(fd).is_err() && is_viable(fd).is_err());
         assert!(set_container(fd, fd).is_err() && device(fd, "0000:00:00.0").is_err() && device(fd, "a\0b").is_err());
         assert!(iommu_info(fd).is_err() && device_info(fd).is_err() && region_info(fd, 0).is_err());
-        assert!(irq_count(fd, 0).is_err() && set_irqs(fd, 0, &[]).is_err() && reset(fd).is_err());
+        assert!(irq_count(fd, 0).is_err() && set_irqs(fd, 0, 0, &[]).is_err() && reset(fd).is_err());
         // SAFETY: a file of another kind, which maps nothing.
         unsafe {
             assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err());

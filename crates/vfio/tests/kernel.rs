@@ -4,6 +4,7 @@
 mod edu;
 
 use std::fs;
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -12,10 +13,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
-use dmalane_dma::{self as dma, AnonHeap, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
+use dmalane_dma::{
+    self as dma, AnonHeap, DmaHeap, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf,
+};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, run};
-use dmalane_vfio::{Backend, BarAlignment, Bdf, Error, RegionError, VfioBus, VfioContainer, backends};
+use dmalane_vfio::{Backend, BarAlignment, Bdf, BusOptions, Error, Irq, RegionError, VfioBus, VfioContainer, backends};
 use edu::{Edu, EduQueue, FaultLog};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -124,6 +127,41 @@ fn release() -> (u32, u32) {
     let text = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = text.split('.').map(|n| n.parse().unwrap());
     (numbers.next().unwrap(), numbers.next().unwrap())
+}
+
+/// What a VMM does: memory at the addresses of its guest, from 0 on, and the rest left to the guest.
+#[test]
+fn a_guests_memory_lies_at_its_addresses() {
+    let container = container();
+    let device = container.open(&edus()[0]).unwrap();
+    let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 * page()).unwrap().share();
+    let map_at = |at| container.map_at(Iova::new(at), container.pin(&buf.reference()).unwrap(), Access::RW);
+    let mapping = map_at(0).unwrap();
+    assert_eq!(mapping.span(), Span::new(Iova::new(0), 4 * page() as u64).unwrap());
+    assert!(container.owns(&mapping) && container.mapped_bytes() == 4 * page() as u64);
+    assert!(matches!(map_at(page() as u64), Err(dma::Error::Iova(_))), "taken");
+    assert!(matches!(map_at(INTERRUPTS.0), Err(dma::Error::Iova(_))), "the addresses of interrupts");
+    let bus = VfioBus::with_options(device.clone(), BusOptions::passive()).unwrap();
+    let is_master = || {
+        let mut command = [0; 2];
+        device.read_region(7, 4, &mut command).unwrap();
+        command[0] & 4 != 0
+    };
+    assert!(!is_master() && bus.interrupts().0 == 0);
+    device.set_bus_master(true).unwrap();
+    drop(bus);
+    assert!(is_master(), "the guest's, not the bus's");
+    // Interrupts go to the eventfds that a VMM hands to KVM.
+    let events = InterruptEvents::new(1).unwrap();
+    assert!(device.irq_count(Irq::Msi).unwrap() >= 1 && device.irq_count(Irq::Msix).unwrap() == 0);
+    device.set_irqs(Irq::Msi, 0, &[Some(events.events()[0].as_fd())]).unwrap();
+    device.set_irqs(Irq::Msi, 0, &[None]).unwrap();
+    device.set_irqs(Irq::Msi, 0, &[]).unwrap();
+    assert!(matches!(device.set_irqs(Irq::Msix, 0, &[None]), Err(Error::Kernel { .. })), "the device has none");
+    let wanted_back = device.release_event().unwrap();
+    assert!(rustix::fs::fstat(&wanted_back).is_ok() && rustix::fs::fstat(device.as_fd()).is_ok());
+    drop(mapping);
+    drop(map_at(0).unwrap());
 }
 
 #[test]

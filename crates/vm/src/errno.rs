@@ -5,6 +5,7 @@ use crate::Error;
 /// The number of an error as Linux has it (`include/uapi/asm-generic/errno.h`), for interfaces that speak in numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(i32)]
+#[non_exhaustive]
 pub enum Errno {
     /// The request would reach into a range that is not the caller's.
     Perm = 1,

@@ -1,30 +1,5 @@
 //! Device virtual memory: bind and unbind page ranges of buffer objects, committed whole or not at all.
-//!
-//! A [`Vm`] is one device address space. A batch of [`BindRequest`]s becomes a [`Plan`], which may fail; committing the
-//! plan may not. The spans that a commit unmaps must be invalidated on the device before its tables are used again.
-//!
-//! ```
-//! use std::sync::Arc;
-//! use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
-//! use dmalane_iopt::{HeapTables, X86_64_4Level};
-//! use dmalane_vm::{Bo, BindRequest, Vm};
-//!
-//! let range = Span::new(DeviceVa::new(0x1000), (1 << 40) - 0x1000).unwrap();
-//! let mut vm = Vm::<X86_64_4Level, _>::new(range, HeapTables::new(CardAddr::new(0)))?;
-//!
-//! let bo = Arc::new(Bo::of_segments(1, [Segment { addr: CardAddr::new(0x20_0000), len: 4 << 20 }])?);
-//! let va = DeviceVa::new(0x4000_0000);
-//! let bind = BindRequest::Bind { va, bo, offset: 0, len: 4 << 20, access: Access::RW };
-//! let committed = vm.plan([bind])?.commit();
-//! vm.invalidated(committed); // nothing was bound there before, so there was nothing to invalidate
-//! assert_eq!(vm.lookup(va).unwrap().size, PageSize::SIZE_2M);
-//!
-//! let committed = vm.plan([BindRequest::Unbind(Span::new(va, 4096).unwrap())])?.commit();
-//! for span in committed.spans() { /* the device's TLB forgets the span here */ }
-//! vm.invalidated(committed);
-//! assert_eq!(vm.lookup(va), None);
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
+#![doc = include_str!("../README.md")]
 #![no_std]
 
 extern crate alloc;

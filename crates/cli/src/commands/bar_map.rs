@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use dmalane::addr::{Access, PageSize};
 use dmalane::devices::vfio::VfioSpec;
+use dmalane::error_chain;
 use dmalane::vfio::{Backend, BarAlignment, Bdf, PciDevice, VfioContainer, page_sizes};
 use serde::Serialize;
 
@@ -123,7 +124,7 @@ impl BarMap {
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             kernel_page_sizes: page_sizes().iter().map(PageSize::bytes).collect(),
             backend: container.backend().map_or_else(String::new, |backend| backend.to_string()),
-            iommufd_error: container.iommufd_error().map(ToString::to_string),
+            iommufd_error: container.iommufd_error().map(|why| error_chain(why)),
             bars,
         };
         output::tell(self.json, || &report, || text(&report))

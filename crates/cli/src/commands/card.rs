@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use dmalane::devices::soft::SoftSpec;
 use dmalane::sim::{CardConfig, Workers};
-use dmalane::{CardClient, CardServer, CardServerError, DeviceSpec};
+use dmalane::{CardClient, CardServer, CardServerError, DeviceSpec, error_chain};
 
 use crate::device;
 use crate::failure::Failure;
@@ -78,7 +78,7 @@ impl Serve {
         for client in 1u64.. {
             let line = match server.accept().and_then(CardClient::serve) {
                 Ok(Ok(())) => format!("client {client}: disconnected\n"),
-                Ok(Err(e)) => format!("client {client}: {e}\n"),
+                Ok(Err(e)) => format!("client {client}: {}\n", error_chain(&e)),
                 // An error such as too many open files may be temporary.
                 Err(CardServerError::Accept(e)) if !self.once => {
                     std::thread::sleep(Duration::from_millis(100));

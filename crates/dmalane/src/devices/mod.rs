@@ -4,18 +4,23 @@
 //! and Python take the same names, and every list of kinds is made from [`KINDS`].
 
 mod card;
+#[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "daemon")]
 pub mod daemon;
 pub mod file;
 mod kind;
 mod option;
 pub mod qdma;
 pub mod ram;
+#[cfg(feature = "slash")]
 pub mod slash;
 pub mod soft;
 pub mod vfio;
 pub mod vfio_user;
+#[cfg(feature = "slash")]
 pub mod vrtd;
+#[cfg(feature = "vulkan")]
 pub mod vulkan;
 
 pub use card::CardOptions;
@@ -26,14 +31,19 @@ pub use option::{OptionAbout, SpecOption, nearest};
 /// Every kind of device.
 pub const KINDS: &[DeviceKind] = &[
     DeviceKind::of::<soft::SoftSpec>(),
+    #[cfg(feature = "daemon")]
     DeviceKind::of::<daemon::DaemonSpec>(),
     DeviceKind::of::<vfio::VfioSpec>(),
     DeviceKind::of::<vfio_user::VfioUserSpec>(),
     DeviceKind::of::<file::FileSpec>(),
     DeviceKind::of::<qdma::QdmaSpec>(),
     DeviceKind::of::<ram::RamSpec>(),
+    #[cfg(feature = "vulkan")]
     DeviceKind::of::<vulkan::VulkanSpec>(),
+    #[cfg(feature = "cuda")]
     DeviceKind::of::<cuda::CudaSpec>(),
+    #[cfg(feature = "slash")]
     DeviceKind::of::<slash::SlashSpec>(),
+    #[cfg(feature = "slash")]
     DeviceKind::of::<vrtd::VrtdSpec>(),
 ];

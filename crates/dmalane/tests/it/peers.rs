@@ -35,7 +35,8 @@ fn a_socket_of_another_user_gets_no_memory() {
     {
         let path = folder.path().join(device);
         let Some(_listener) = listen_as_another(&path, kind) else { return println!("SKIPPED: only root is others") };
-        let error = dmalane::open(&format!("{device}:{}", path.display())).err().unwrap().to_string();
+        let error = dmalane::open(&format!("{device}:{}", path.display())).err().unwrap();
+        let error = dmalane::error_chain(&error);
         assert!(error.contains(&format!("the socket belongs to user {OTHER}, and not to 0 or ")), "{error}");
     }
 }

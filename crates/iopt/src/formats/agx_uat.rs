@@ -1,11 +1,9 @@
 //! Apple AGX unified address translation.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use super::arm64::*;
-use crate::{Entry, Format, Register};
+use crate::{Entry, Format, Register, Registers};
 
 /// The tables of Apple's AGX GPU (UAT), for memory that the GPU alone reaches: geometry and descriptors of VMSAv8-64
 /// with 16 KiB granules and 39 bits, three levels, and rules of its own for permissions.
@@ -96,8 +94,8 @@ impl Format for AgxUat {
         Entry::Leaf { out: get_address(GRANULE, 48, entry), access }
     }
 
-    fn registers(root: u64) -> Vec<Register> {
-        vec![Register::new("TTBR", root | 1)]
+    fn registers(root: u64) -> Registers {
+        [Register::new("TTBR", root | 1)].into()
     }
 }
 

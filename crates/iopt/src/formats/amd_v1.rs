@@ -1,12 +1,10 @@
 //! AMD IOMMU version 1 tables, for host translation.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use super::rights::{bits, rights};
 use crate::format::MAX_LEVELS;
-use crate::{Entry, Foreign, Format, Register};
+use crate::{Entry, Foreign, Format, Register, Registers};
 
 /// AMD I/O page tables for host translations ("v1") with 3 to 6 levels: 39, 48, 57 or 63-bit input, 52-bit output,
 /// leaves of 1 GiB, 2 MiB and 4 KiB; with `GROUPS` also of 16 times these: 16 GiB, 32 MiB and 64 KiB.
@@ -165,8 +163,8 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
         Entry::Leaf { out: entry & ADDRESS & !(size - 1), access: rights(entry, READ, WRITE) }
     }
 
-    fn registers(root: u64) -> Vec<Register> {
-        vec![Register::new("device table entry, bits 63:0", root | 0b11 | u64::from(L) << 9 | READ | WRITE)]
+    fn registers(root: u64) -> Registers {
+        [Register::new("device table entry, bits 63:0", root | 0b11 | u64::from(L) << 9 | READ | WRITE)].into()
     }
 }
 

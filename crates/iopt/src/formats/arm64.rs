@@ -1,14 +1,13 @@
 //! Long descriptors of Arm, as both stages of VMSAv8-64 and those of Armv7 with large physical addresses have them. A
 //! [`ArmStage`] adds its rights, memory types and registers.
 
-use alloc::vec::Vec;
 use core::fmt::Debug;
 use core::marker::PhantomData;
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use crate::format::MAX_LEVELS;
-use crate::{Entry, Format, Register};
+use crate::{Entry, Format, Registers};
 
 /// Long descriptors with granules of 2^`GRANULE` bytes (12, 14 or 16), `INPUT` bits of input address and `OUTPUT` bits
 /// of output, in the stage `S`: [`Arm64S1`](crate::Arm64S1), [`Arm64S2`](crate::Arm64S2),
@@ -58,7 +57,7 @@ pub trait ArmStage: Copy + Debug + 'static {
     }
 
     /// [`Format::registers`] for the levels of these fields.
-    fn registers(fields: &Fields, root: u64) -> Vec<Register>;
+    fn registers(fields: &Fields, root: u64) -> Registers;
 }
 
 /// The parameters of a format, for its registers.
@@ -149,7 +148,7 @@ impl<S: ArmStage, const G: u32, const I: u32, const C: bool, const O: u32, const
         Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
     }
 
-    fn registers(root: u64) -> Vec<Register> {
+    fn registers(root: u64) -> Registers {
         S::registers(&Fields { granule: G, input: I, output: O, levels: Self::LEVELS, dirty: D }, root)
     }
 }

@@ -1,11 +1,9 @@
 //! Arm VMSAv8-64 stage 1 tables.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::Access;
 
 use super::arm64::*;
-use crate::Register;
+use crate::{Register, Registers};
 
 /// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16), `INPUT` bits of input address and `OUTPUT` bits
 /// of output: 48, or 52 with FEAT_LPA2 (with 64 KiB granules FEAT_LPA). Input of more than 48 bits, at most 52, takes
@@ -176,7 +174,7 @@ impl ArmStage for Stage1 {
         if leaf & UXN == 0 { Access::EXEC } else { Access::empty() }
     }
 
-    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+    fn registers(f: &Fields, root: u64) -> Registers {
         let tg1: u64 = match f.granule {
             12 => 0b10,
             14 => 0b01,
@@ -188,7 +186,7 @@ impl ArmStage for Stage1 {
             | output_size(f.output) << 32    // IPS
             | if f.dirty { 0b11 << 39 } else { 0 } // HA, HD
             | ds(f.granule, f.output) << 59;
-        vec![Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", MAIR)]
+        [Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", MAIR)].into()
     }
 }
 

@@ -1,12 +1,10 @@
 //! Arm VMSAv8-64 stage 2 tables.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::Access;
 
 use super::arm64::*;
 use super::rights::{bits, rights};
-use crate::Register;
+use crate::{Register, Registers};
 
 /// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
 /// address; output as [`Arm64S1`](crate::Arm64S1) has it.
@@ -110,14 +108,14 @@ impl ArmStage for Stage2 {
         access
     }
 
-    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+    fn registers(f: &Fields, root: u64) -> Registers {
         let vtcr = table_control(f.granule, f.input)
             | start_level(f) << 6
             | output_size(f.output) << 16    // PS
             | 1 << 31                        // RES1
             | if f.dirty { 0b11 << 21 } else { 0 } // HA, HD
             | ds(f.granule, f.output) << 32;
-        vec![Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)]
+        [Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)].into()
     }
 }
 
@@ -192,7 +190,7 @@ mod tests {
     /// Fields of `VTCR_EL2`, from the register's own page of DDI 0487.
     #[test]
     fn registers() {
-        let vtcr = |r: Vec<Register>| r[1].value;
+        let vtcr = |r: Registers| r[1].value;
         assert_eq!(vtcr(Arm64S2_4k::registers(0)), 0x8005_3590); // SL0 2: level 0
         assert_eq!(vtcr(Arm64S2::<12, 40>::registers(0)), 0x8005_3558); // SL0 1: level 1
         assert_eq!(vtcr(Arm64S2_16k::registers(0)), 0x8005_b590); // SL0 2: level 1

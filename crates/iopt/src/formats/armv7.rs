@@ -1,11 +1,9 @@
 //! ARMv7-A short-descriptor tables.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use crate::format::MAX_LEVELS;
-use crate::{Entry, Format, Register};
+use crate::{Entry, Format, Register, Registers};
 
 /// ARMv7-A short descriptors: 32-bit input and output, two levels of 32-bit entries (a root of 16 KiB, tables of 1
 /// KiB), supersections of 16 MiB, sections of 1 MiB, large pages of 64 KiB and small pages of 4 KiB.
@@ -218,8 +216,8 @@ impl Format for Armv7 {
         Entry::Leaf { out: entry & f.address, access }
     }
 
-    fn registers(root: u64) -> Vec<Register> {
-        vec![Register::new("TTBR0", root | 0x6a), Register::new("TTBCR", 0), Register::new("DACR", 1)]
+    fn registers(root: u64) -> Registers {
+        [Register::new("TTBR0", root | 0x6a), Register::new("TTBCR", 0), Register::new("DACR", 1)].into()
     }
 }
 

@@ -1,13 +1,11 @@
 //! ARMv7-A long-descriptor tables (LPAE), both stages.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::Access;
 
 use super::arm64::*;
 use super::arm64_s1::{MAIR, PXN, Stage1, UXN};
 use super::arm64_s2::{Stage2, start_level};
-use crate::Register;
+use crate::{Register, Registers};
 
 /// ARMv7-A long descriptors (LPAE), stage 1: 32-bit input, 40-bit output, three levels (a root of four entries), leaves
 /// of 1 GiB, 2 MiB and 4 KiB.
@@ -68,10 +66,10 @@ impl ArmStage for LpaeStage1 {
         Stage1::inherit(table, leaf)
     }
 
-    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+    fn registers(f: &Fields, root: u64) -> Registers {
         // The fields from bit 8 on are where those of TCR are; T0SZ is 32 less the bits of input.
         let ttbcr = 1 << 31 | 1 << 23 | table_control(f.granule, f.input) & !0xff | u64::from(32 - f.input);
-        vec![Register::new("TTBR0", root), Register::new("TTBCR", ttbcr), Register::new("MAIR0", MAIR)]
+        [Register::new("TTBR0", root), Register::new("TTBCR", ttbcr), Register::new("MAIR0", MAIR)].into()
     }
 }
 
@@ -96,11 +94,11 @@ impl ArmStage for LpaeStage2 {
         Stage2::decode(leaf, dirty)
     }
 
-    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+    fn registers(f: &Fields, root: u64) -> Registers {
         // T0SZ is 32 less the bits of input, in four bits and a sign.
         let size = u64::from(32u32.wrapping_sub(f.input)) & 0xf | u64::from(f.input > 32) << 4;
         let vtcr = 1 << 31 | table_control(f.granule, f.input) & !0xff | start_level(f) << 6 | size;
-        vec![Register::new("VTTBR", root), Register::new("VTCR", vtcr)]
+        [Register::new("VTTBR", root), Register::new("VTCR", vtcr)].into()
     }
 }
 
@@ -128,7 +126,7 @@ mod tests {
     /// Fields of `TTBCR` and `VTCR`, from the registers' own pages.
     #[test]
     fn registers() {
-        let values = |r: Vec<Register>| r.iter().map(|r| r.value).collect::<Vec<_>>();
+        let values = |r: Registers| r.iter().map(|r| r.value).collect::<alloc::vec::Vec<_>>();
         assert_eq!(values(Armv7LpaeS1::registers(0x12_3456_7000)), [0x12_3456_7000, 0x8080_3500, 0x44_04ff]);
         assert_eq!(values(Armv7LpaeS2::registers(0x12_3456_8000)), [0x12_3456_8000, 0x8000_3558]);
         let shape = TableShape::of::<Armv7LpaeS2>();

@@ -1,12 +1,8 @@
 //! The list of formats, from which everything that goes over all of them is made.
 
-use alloc::borrow::ToOwned;
-use alloc::string::String;
 use core::fmt;
-use core::str::FromStr;
 
 use dmalane_addr::{Access, PageSizes};
-use thiserror::Error;
 
 use crate::{Format, TableShape};
 
@@ -182,24 +178,37 @@ impl fmt::Display for FormatId {
 }
 
 /// No page-table format has this name.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
-#[error("the page-table format {name:?} is unknown")]
+#[cfg(feature = "alloc")]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnknownFormat {
     /// The name that was asked for.
-    pub name: String,
+    pub name: alloc::string::String,
 }
 
-impl FromStr for FormatId {
+#[cfg(feature = "alloc")]
+impl core::error::Error for UnknownFormat {}
+
+#[cfg(feature = "alloc")]
+impl fmt::Display for UnknownFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the page-table format {:?} is unknown", self.name)
+    }
+}
+
+#[cfg(feature = "alloc")]
+impl core::str::FromStr for FormatId {
     type Err = UnknownFormat;
 
     fn from_str(name: &str) -> Result<Self, UnknownFormat> {
         let found = Self::ALL.iter().find(|format| format.name() == name);
-        found.copied().ok_or_else(|| UnknownFormat { name: name.to_owned() })
+        found.copied().ok_or_else(|| UnknownFormat { name: name.into() })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use alloc::borrow::ToOwned;
+
     use super::*;
 
     #[test]

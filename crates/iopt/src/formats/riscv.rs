@@ -1,12 +1,10 @@
 //! RISC-V tables.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use super::rights::bits;
 use crate::format::MAX_LEVELS;
-use crate::{Entry, Format, Register};
+use crate::{Entry, Format, Register, Registers};
 
 /// RISC-V Sv39, Sv48 and Sv57: 3, 4 or 5 levels, 56-bit output, a leaf at every level (4 KiB, 2 MiB, 1 GiB, 512 GiB,
 /// 256 TiB).
@@ -196,8 +194,8 @@ impl<const L: u32, const N: bool, const P: bool> Format for RiscvSv<L, N, P> {
         Entry::Leaf { out: address, access }
     }
 
-    fn registers(root: u64) -> Vec<Register> {
-        vec![Register::new("satp", u64::from(L + 5) << 60 | root >> 12)]
+    fn registers(root: u64) -> Registers {
+        [Register::new("satp", u64::from(L + 5) << 60 | root >> 12)].into()
     }
 }
 

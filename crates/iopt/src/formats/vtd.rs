@@ -1,11 +1,9 @@
 //! Intel VT-d second-stage tables.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use super::rights::{bits, rights};
-use crate::{Entry, Format, Register};
+use crate::{Entry, Format, Register, Registers};
 
 /// VT-d second-stage translation with 3, 4 or 5 levels: 39, 48 or 57-bit input, up to 52-bit output, leaves of 1 GiB,
 /// 2 MiB and 4 KiB.
@@ -113,11 +111,12 @@ impl<const L: u32> Format for VtdSecond<L> {
         Entry::Leaf { out: entry & ADDRESS, access: rights(entry, READ, WRITE) }
     }
 
-    fn registers(root: u64) -> Vec<Register> {
-        vec![
+    fn registers(root: u64) -> Registers {
+        [
             Register::new("context entry, bits 63:0", root | 1),
             Register::new("context entry, bits 127:64", u64::from(L - 2)),
         ]
+        .into()
     }
 }
 

@@ -1,10 +1,8 @@
 //! x86-64 tables.
 
-use alloc::{vec, vec::Vec};
-
 use dmalane_addr::{Access, PageSize, PageSizes};
 
-use crate::{Entry, Format, Register};
+use crate::{Entry, Format, Register, Registers};
 
 /// x86-64 paging with 4 or 5 levels: 48 or 57-bit input, up to 52-bit output, leaves of 1 GiB, 2 MiB and 4 KiB.
 ///
@@ -154,13 +152,10 @@ impl<const L: u32> Format for X86_64<L> {
         Entry::Leaf { out: entry & ADDRESS & !(page - 1), access }
     }
 
-    fn registers(root: u64) -> Vec<Register> {
+    fn registers(root: u64) -> Registers {
         let la57 = if L == 5 { 1 << 12 } else { 0 };
-        vec![
-            Register::new("CR3", root),
-            Register::new("CR4", 1 << 5 | la57),
-            Register::new("IA32_EFER", 1 << 8 | 1 << 11),
-        ]
+        [Register::new("CR3", root), Register::new("CR4", 1 << 5 | la57), Register::new("IA32_EFER", 1 << 8 | 1 << 11)]
+            .into()
     }
 }
 

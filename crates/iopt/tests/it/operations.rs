@@ -743,6 +743,11 @@ macro_rules! operations {
             }
 
             #[test]
+            fn protect() {
+                super::protect::<F>();
+            }
+
+            #[test]
             fn cut_without_memory() {
                 super::cut_without_memory::<F>();
             }
@@ -769,6 +774,67 @@ macro_rules! operations {
 crate::formats::stand_ins!(operations);
 #[cfg(every_format)]
 dmalane_iopt::formats!(operations);
+
+/// Rights change within the span and nowhere else, and translations stay.
+fn protect<F: Format>() {
+    let Sizes { page, block, large, .. } = sizes::<F>();
+    let (len, at) = (large + block + 2 * page, 2 * large);
+    let mut table = Table::<F, _>::new(Stale::new()).unwrap();
+    table.map(Iova::new(at), PhysAddr::new(0), len, Access::RW).unwrap();
+    let before = extents(&table);
+    let has = |table: &Table<F, Stale>, from: u64, to: u64, wanted: Access| {
+        for n in (from..to).step_by(page as usize) {
+            let walked = table.tables().walk::<F>(table.root(), n).unwrap();
+            assert_eq!((walked.to, walked.access), (n - at, wanted), "{n:#x}");
+        }
+    };
+    // From within the first large leaf into the pages behind the last, then all of it, holes on both sides included.
+    let (first, end) = (at + large - page, at + large + block + page);
+    let flush = table.protect(span(first, end - first), Access::READ).unwrap();
+    assert_eq!((flush.bytes(), flush.tables().len()), (end - first, 0));
+    assert!(flush.span().first().bits() <= first && flush.span().last().bits() >= end - 1);
+    table.free_tables(flush);
+    has(&table, end - 2 * page, end, Access::READ);
+    has(&table, first, first + 2 * page, Access::READ);
+    has(&table, first - 2 * page, first, Access::RW);
+    has(&table, end, at + len, Access::RW);
+    assert_eq!(extents(&table), before);
+    let flush = table.protect(span(at - page, len + 3 * page), Access::RW).unwrap();
+    assert_eq!((flush.bytes(), extents(&table)), (len, before));
+    has(&table, end - 2 * page, at + len, Access::RW);
+    assert!(table.tables().is_clean());
+    // Nothing changes where it fails, or where nothing is mapped.
+    assert_eq!(table.protect(span(0, page), Access::READ).unwrap().bytes(), 0);
+    let why = table.protect(span(at, page), Access::MMIO | Access::EXEC).unwrap_err();
+    assert!(matches!(why, Error::Unsupported { .. }), "{why}");
+    assert!(matches!(table.protect(span(at, page - 1), Access::READ), Err(Error::Misaligned { .. })));
+    if F::DIRTY != 0 {
+        let count = |table: &mut Table<F, Stale>| table.take_dirty(span(at, len), |_| ()).unwrap();
+        count(&mut table);
+        let leaf = table.lookup(Iova::new(at)).unwrap();
+        // A leaf with its mark, as its device sets it.
+        let written = marked_leaves(&mut table, leaf.at);
+        let flush = table.protect(span(at, page), Access::RW).unwrap();
+        table.free_tables(flush);
+        assert!(count(&mut table) >= written, "the mark stays");
+    }
+}
+
+/// Marks the leaf at `at` as a device does, and gives 1.
+fn marked_leaves<F: Format>(table: &mut Table<F, Stale>, at: Iova) -> usize {
+    let root = table.root();
+    let mut entry = 0;
+    let heap = table.tables().clone();
+    walk::<F>(root.bits(), at.bits(), |word| {
+        entry = word;
+        heap.0.heap.borrow().read(word)
+    })
+    .unwrap();
+    let word = heap.0.heap.borrow().read(entry).unwrap();
+    let marked = if F::DIRTY_IS_CLEAR { word & !F::DIRTY } else { word | F::DIRTY };
+    heap.0.heap.borrow_mut().store(PhysAddr::new(entry), 0, marked);
+    1
+}
 
 /// A host with smaller pages than the format: its segments are joined before anything is said of their alignment.
 #[test]

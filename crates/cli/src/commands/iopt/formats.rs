@@ -104,7 +104,7 @@ fn build_within<F: Format>(mappings: &[SpecMapping], base: u64, bytes: u64) -> R
         root: table.root().bits(),
         tables: slots - roots + 1,
         leaves: table.leaf_counts().collect(),
-        registers: table.registers(),
+        registers: table.registers().to_vec(),
         bytes: used.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect(),
     })
 }
