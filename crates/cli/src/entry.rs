@@ -24,7 +24,7 @@ Exit status:
   1  the job failed: a bad file, a mismatch, a machine that cannot do it
   2  usage error";
 
-/// Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
+/// Loads model files onto devices from user space, and shows where the time goes.
 #[derive(Parser)]
 #[command(name = "dmalane", version, after_help = EXAMPLES, max_term_width = 100)]
 #[command(help_template = commands::help_template())]

@@ -1,4 +1,4 @@
-//! Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
+//! Loads model files onto devices from user space, and shows where the time goes.
 //!
 //! This crate is the face of the workspace: it re-exports the layers, each usable alone, and holds the glue that has to
 //! know two of them at once. [`open`] opens a device by name, [`HostModel`] the files of a
