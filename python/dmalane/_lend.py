@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ._arguments import Backend, Manifest, Paths, check_backend, integer, manifest_of, parse_size, paths_of
 from ._frameworks import TORCH, Framework, converter, on_cpu, torch_device
 from ._native import Files, Tensor
-from ._onto import Gpu, OnGpu, OnHost, Range, moved
+from ._onto import Gpu, OnGpu, OnHost, Part, moved
 from .errors import UnknownTensorError
 
 _T = TypeVar("_T")
+# Tensors to read ahead: all of one, or a range of some of its first dimensions.
+Plan = Mapping[str, slice | tuple[slice, ...] | None]
 
 
 class Slice:
@@ -34,6 +36,10 @@ class Slice:
         return f"<Slice of {self._name!r}: {self._dtype} {self.get_shape()}>"
 
     def __getitem__(self, index: Any) -> Any:
+        return self._read(self._name, *self.part(index))
+
+    def part(self, index: Any) -> Part:
+        """A range of each dimension for an index, and the shape of what it gives."""
         indices = index if isinstance(index, tuple) else (index,)
         given = sum(one is not Ellipsis for one in indices)
         if len(indices) - given > 1:
@@ -58,7 +64,7 @@ class Slice:
                 raise IndexError(f"index {n} is not within a dimension of {dim}")
             else:
                 ranges.append((n % dim, n % dim + 1))
-        return self._read(self._name, ranges, shape)
+        return ranges, shape
 
 
 class TensorMeta(NamedTuple):
@@ -74,23 +80,20 @@ class Prefetch:
     """Tensors that are read ahead, each handed out once: by `take(name)`, or by iterating."""
 
     def __init__(
-        self, owner: safe_open, plan: Mapping[str, slice | None], reader: OnHost | OnGpu, threads: int | None
+        self, owner: safe_open, plan: Plan, reader: OnHost | OnGpu, threads: int | None
     ) -> None:
-        wanted: dict[str, Range | None] = {}
+        wanted: dict[str, Part | None] = {}
         for name, part in plan.items():
-            shape = owner._of(name, owner._files.describe)[1]
-            if part is None:
-                wanted[name] = None
-                continue
-            if not isinstance(part, slice) or part.step not in (None, 1):
-                raise ValueError(f"{name!r}: a plan has None, or a slice of the first dimension with a step of 1")
-            if not shape:
-                raise ValueError(f"{name!r} has no dimension to slice")
-            start, stop, _ = part.indices(shape[0])
-            wanted[name] = start, max(start, stop)
+            of = Slice(owner, name, reader.slice)
+            indices = part if isinstance(part, tuple) else (part,)
+            if part is not None and not all(isinstance(one, slice) and one.step in (None, 1) for one in indices):
+                raise ValueError(f"{name!r}: a plan has None, or a slice with a step of 1 of some first dimensions")
+            if part is not None and len(indices) > len(of.get_shape()):
+                raise ValueError(f"{name!r} has {len(of.get_shape())} dimensions to slice, not {len(indices)}")
+            wanted[name] = None if part is None else of.part(part)
         self._names = [name for name in owner.keys() if name in plan]
         self._left = {name: wanted[name] for name in self._names}
-        self._owner, self._reader = owner, reader
+        self._reader = reader
         # Read, and not asked for yet.
         self._ready: dict[str, Any] = {}
         self._coming = reader.tensors(wanted, threads=threads)
@@ -120,10 +123,8 @@ class Prefetch:
             item = next(self._coming, None)
             if item is None:
                 # The stream has failed: the rest is read one by one.
-                rows = self._left[name]
-                if rows is None:
-                    return self._reader.tensor(name)
-                return Slice(self._owner, name, self._reader.slice)[slice(*rows)]
+                part = self._left[name]
+                return self._reader.tensor(name) if part is None else self._reader.slice(name, *part)
             self._ready[item[0]] = item[1]
             # Nothing here keeps the memory while the next one is waited for.
             del item
@@ -250,12 +251,13 @@ class safe_open:
 
     def prefetch(
         self,
-        plan: Mapping[str, slice | None] | None = None,
+        plan: Plan | None = None,
         *,
         device: str | int | Any = None,
         threads: int | None = None,
     ) -> Prefetch:
-        """Begins to read tensors: all, or those of `plan`, whole (None) or a slice of their first dimension.
+        """Begins to read tensors: all, or those of `plan`: whole (None), a slice of the first dimension, or a tuple of
+        slices of the first ones.
 
         device: where they go; by default that of this object. threads: that read, at most 64; by default as many as the
         processors and the files take."""

@@ -25,10 +25,11 @@ from ._native import Device, Files, Tensor
 from .errors import DeviceError, MemoryLimitError
 
 _T = TypeVar("_T")
-Part = tuple[str, int, int, int]
 Range = tuple[int, int]
-# Which tensors are read: all of one, or a range of its first dimension.
-Wanted = Mapping[str, Range | None]
+# A range of each dimension, and the shape of the result.
+Part = tuple[Sequence[Range], Sequence[int]]
+# Which tensors are read: all of one, or a part.
+Wanted = Mapping[str, Part | None]
 
 # Bytes of tensors that are read together, at most, except for a larger one.
 BATCH = 256 << 20
@@ -165,7 +166,7 @@ class Gpu:
             self.stream().synchronize()
         return tensors
 
-    def read(self, files: Files, parts: Sequence[Part], tensors: Sequence[Any]) -> None:
+    def read(self, files: Files, parts: Sequence[tuple[str, int, int, int]], tensors: Sequence[Any]) -> None:
         """Reads parts of tensors to addresses within the memory of `tensors`."""
         if parts:
             files.read_onto(self._memory, parts, [(one.data_ptr(), one.nbytes) for one in tensors], tensors)
@@ -263,51 +264,69 @@ class _Batch:
         self.onto_host: dict[str, Callable[[], Tensor]] = {}
         self.len = 0
 
-    def add(self, files: Files, name: str, rows: Range | None) -> None:
-        dtype, shape, nbytes, _, _ = files.describe(name)
-        part = (0, nbytes)
-        if rows is not None:
-            row = max(1, shape[0])
-            if nbytes * rows[0] % row or nbytes * rows[1] % row:
-                raise ValueError(f"{name!r}: rows of {nbytes / row} bytes start and end at whole bytes")
-            part = nbytes * rows[0] // row, nbytes * rows[1] // row
-            shape = [rows[1] - rows[0], *shape[1:]]
-        kind = torch_type(dtype, shape)
+    def add(self, files: Files, name: str, part: Part | None) -> None:
+        dtype, of, nbytes, _, _ = files.describe(name)
+        kind = torch_type(dtype, of if part is None else part[1])
+        if part is not None:
+            files.check_slice(name)
         self.names.append(name)
-        if kind is not None:
-            self.kinds[name], self.bytes[name] = kind, part
-            self.len += part[1] - part[0]
-        elif rows is None:
-            self.onto_host[name] = lambda: files.get(name)
-        else:
-            ranges = [rows, *((0, dim) for dim in shape[1:])]
-            self.onto_host[name] = lambda: files.slice(name, ranges, shape)
+        if kind is None:
+            self.onto_host[name] = lambda: files.get(name) if part is None else files.slice(name, *part)
+            return
+        self.kinds[name] = kind
+        start, stop = (0, nbytes) if part is None or not of else (nbytes * row // of[0] for row in part[0][0])
+        self.bytes[name] = start, stop
+        self.len += stop - start
 
-    def parts(self, tensors: dict[str, Any]) -> list[Part]:
+    def parts(self, tensors: dict[str, Any]) -> list[tuple[str, int, int, int]]:
         """Where the bytes of each tensor go."""
         return [
             (name, start, stop, tensors[name].data_ptr()) for name, (start, stop) in self.bytes.items() if start < stop
         ]
 
 
-def _batches(files: Files, wanted: Iterable[tuple[str, Range | None]], most: int) -> Iterator[_Batch]:
+def _is_rows(files: Files, name: str, part: Part | None) -> bool:
+    """Whether the bytes of a part follow each other: all of the dimensions behind the first, from byte to byte."""
+    _, of, nbytes, _, _ = files.describe(name)
+    if part is None or not of:
+        return True
+    whole = all(span == (0, dim) for span, dim in zip(part[0][1:], of[1:]))
+    return whole and (not of[0] or all(nbytes * row % of[0] == 0 for row in part[0][0]))
+
+
+def _batches(
+    files: Files, wanted: Iterable[tuple[str, Part | None]], most: int
+) -> Iterator[_Batch | tuple[str, Part]]:
+    """What is read together; parts of whose bytes others lie in between are read alone."""
     batch = _Batch()
-    for name, rows in wanted:
-        if batch.names and batch.len + files.describe(name)[2] > most:
+    for name, part in wanted:
+        alone = part is not None and not _is_rows(files, name, part)
+        if batch.names and (alone or batch.len + files.describe(name)[2] > most):
             yield batch
             batch = _Batch()
-        batch.add(files, name, rows)
+        if part is not None and alone:
+            yield name, part
+        else:
+            batch.add(files, name, part)
     if batch.names:
         yield batch
 
 
-def _in_order(files: Files, wanted: Wanted | None) -> list[tuple[str, Range | None]]:
+def _in_order(files: Files, wanted: Wanted | None) -> list[tuple[str, Part | None]]:
     """What is wanted, in the order of the bytes."""
     for name in wanted or ():
         files.describe(name)
     if wanted is None:
         return [(name, None) for name in files.keys()]
     return [(name, wanted[name]) for name in files.keys() if name in wanted]
+
+
+# What makes the tensors of a read that has ended.
+_Come = Callable[[], Iterator[tuple[str, Any]]]
+
+
+def _one(name: str, finish: Callable[[Any], Any], read: Any) -> _Come:
+    return lambda: iter([(name, finish(read))])
 
 
 class OnGpu:
@@ -328,24 +347,30 @@ class OnGpu:
         """All, or those that are wanted, read ahead, in the order of their bytes."""
         files, gpu = self._files.apart(threads), self._gpu
 
-        def begin(pool: ThreadPoolExecutor, batch: _Batch) -> Future[Any]:
+        def begin(pool: ThreadPoolExecutor, batch: _Batch | tuple[str, Part]) -> Future[_Come]:
             # Allocated here: PyTorch frees memory behind the work of the stream that it was allocated on.
+            if not isinstance(batch, _Batch):
+                name, begun = batch[0], OnGpu(files, gpu).begin(batch[0], *batch[1])
+                return pool.submit(lambda: _one(name, begun.finish, begun.read()))
             stream, tensors = gpu.stream(), dict(zip(batch.kinds, gpu.empty(list(batch.kinds.values()))))
 
-            def read() -> tuple[Any, dict[str, Any]]:
+            def read() -> _Come:
                 gpu.read(files, batch.parts(tensors), list(tensors.values()))
-                return stream, tensors
+                return lambda: self._of(batch, tensors, stream)
 
             return pool.submit(read)
 
         return self._each(ahead(files, _batches(files, _in_order(files, wanted), BATCH), begin))
 
-    def _each(self, batches: Generator[tuple[_Batch, Any]]) -> Generator[tuple[str, Any]]:
-        for batch, (stream, tensors) in batches:
-            for name in batch.names:
-                host = batch.onto_host.get(name)
-                # Nothing here keeps the memory of what was handed out.
-                yield name, self._handed(tensors.pop(name), stream) if host is None else host()
+    def _each(self, batches: Iterator[tuple[Any, _Come]]) -> Generator[tuple[str, Any]]:
+        for _, come in batches:
+            yield from come()
+
+    def _of(self, batch: _Batch, tensors: dict[str, Any], stream: Any) -> Iterator[tuple[str, Any]]:
+        for name in batch.names:
+            host = batch.onto_host.get(name)
+            # Nothing here keeps the memory of what was handed out.
+            yield name, self._handed(tensors.pop(name), stream) if host is None else host()
 
     def _handed(self, tensor: Any, stream: Any) -> Any:
         """A tensor that was allocated on a stream, for the current one."""
@@ -444,15 +469,13 @@ class OnHost:
     def tensors(self, wanted: Wanted | None, threads: int | None = None) -> Generator[tuple[str, Any]]:
         """All, or those that are wanted, read ahead, in the order of their bytes."""
         files, order = self._files.apart(threads), _in_order(self._files, wanted)
-        rows = [(name, rows) for name, rows in order if rows is not None]
-        whole = None if wanted is None else {name for name, rows in order if rows is None}
-        parts = ahead(files, rows, OnHost(files, self._convert)._rows)
-        return primed(self._each(files, files.stream(whole), parts, order))
+        parts = [(name, part) for name, part in order if part is not None]
+        whole = None if wanted is None else {name for name, part in order if part is None}
+        coming = ahead(files, parts, OnHost(files, self._convert)._part)
+        return primed(self._each(files, files.stream(whole), coming, order))
 
-    def _rows(self, pool: ThreadPoolExecutor, item: tuple[str, Range]) -> Future[Any]:
-        name, (start, stop) = item
-        shape = self._files.describe(name)[1]
-        begun = self.begin(name, [(start, stop), *((0, dim) for dim in shape[1:])], [stop - start, *shape[1:]])
+    def _part(self, pool: ThreadPoolExecutor, item: tuple[str, Part]) -> Future[Any]:
+        begun = self.begin(item[0], *item[1])
 
         def read() -> Callable[[], Any]:
             try:
@@ -468,8 +491,8 @@ class OnHost:
         self,
         files: Files,
         whole: Iterator[Tensor],
-        rows: Generator[tuple[Any, Any]],
-        order: list[tuple[str, Range | None]],
+        parts: Generator[tuple[Any, Any]],
+        order: list[tuple[str, Part | None]],
     ) -> Generator[Any]:
         try:
             yield None
@@ -480,9 +503,9 @@ class OnHost:
                     # Nothing here keeps the memory while the next one is waited for.
                     del tensor
                 else:
-                    item = name, next(rows)[1]()
+                    item = name, next(parts)[1]()
                 yield item
                 del item
         finally:
             files.close()
-            rows.close()
+            parts.close()

@@ -77,7 +77,11 @@ def test_prefetch_hands_out_each_tensor_once(file):
         ahead = f.prefetch({"a": slice(1, 3), "s": None})
         assert {name: value.shape for name, value in ahead} == {"a": (2, 6), "s": ()}
         ahead.close()
-        for plan in ({"a": slice(0, 4, 2)}, {"s": slice(0, 1)}, {"a": 3}):
+        part = np.arange(24.0).reshape(4, 6)[1:3, 2:]
+        for threads in (None, 1):
+            (found,) = dict(f.prefetch({"a": (slice(1, 3), slice(2, None))}, threads=threads)).values()
+            assert np.array_equal(found, part)
+        for plan in ({"a": slice(0, 4, 2)}, {"s": slice(0, 1)}, {"a": 3}, {"a": (slice(1), slice(1), slice(1))}):
             with pytest.raises(ValueError, match="slice"):
                 f.prefetch(plan)
         with pytest.raises(dmalane.UnknownTensorError):

@@ -156,10 +156,12 @@ def test_slices_are_those_of_the_whole(gpu, tmp_path):
                 index.append(chance.choice([slice(start, stop), slice(None), chance.randrange(dim)]))
             found = f.get_slice(name)[tuple(index)]
             assert (raw(found), tuple(found.shape)) == (array[tuple(index)].tobytes(), array[tuple(index)].shape), index
-        plan = {"t1": slice(1, 4), "t2": None, "t3": slice(2, None)}
+        plan = {"t1": slice(1, 4), "t2": None, "t3": slice(2, None), "t4": (slice(None), slice(1, 3)),
+                "t5": (slice(3, 20), slice(2, 8), slice(10, 90)), "t6": None}  # fmt: skip
         with f.prefetch(plan) as prefetched:
             for name, part in plan.items():
-                assert raw(prefetched.take(name)) == arrays[name][part or slice(None)].tobytes()
+                whole = arrays[name]
+                assert raw(prefetched.take(name)) == (whole if part is None else whole[part]).tobytes()
 
 
 def test_memory_that_exists_is_read_into(gpu, shards):
