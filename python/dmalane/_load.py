@@ -169,13 +169,14 @@ def load_into(
 def _read_there(files: Files, targets: dict[str, Any]) -> set[str]:
     """Reads contiguous tensors on GPUs where they are; returns their names."""
     torch = sys.modules.get("torch")
-    by_gpu: dict[Gpu, dict[str, Any]] = {}
+    by_device: dict[Any, dict[str, Any]] = {}
     for name, target in targets.items():
-        is_plain = torch is not None and isinstance(target, torch.Tensor) and target.is_contiguous()
+        if torch is None or not isinstance(target, torch.Tensor) or target.device.type != "cuda":
+            continue
         # A conjugated view has the bytes of what it is a view of.
-        if is_plain and target.numel() and not (target.is_conj() or target.is_neg()):
-            if (gpu := Gpu.of(target.device)) is not None:
-                by_gpu.setdefault(gpu, {})[name] = target
+        if target.is_contiguous() and target.numel() and not (target.is_conj() or target.is_neg()):
+            by_device.setdefault(target.device, {})[name] = target
+    by_gpu = {gpu: there for device, there in by_device.items() if (gpu := Gpu.of(device)) is not None}
     for gpu, there in by_gpu.items():
         gpu.read_to(files, there)
     return {name for there in by_gpu.values() for name in there}

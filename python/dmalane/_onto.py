@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -102,6 +103,7 @@ class Gpu:
     _open: weakref.WeakValueDictionary[tuple[int, int], Gpu] = weakref.WeakValueDictionary()
     _kept: set[Gpu] = set()
     _refused: set[tuple[int, int]] = set()
+    _until = 0.0
     _timer: threading.Timer | None = None
 
     def __init__(self, device: Any) -> None:
@@ -138,12 +140,24 @@ class Gpu:
 
     @classmethod
     def _keep(cls, gpu: Gpu) -> None:
-        if cls._timer is not None:
-            cls._timer.cancel()
         cls._kept.add(gpu)
-        cls._timer = threading.Timer(_IDLE, cls.let_go)
+        cls._until = time.monotonic() + _IDLE
+        # In a child of fork there is none.
+        if cls._timer is None or not cls._timer.is_alive():
+            cls._wait(_IDLE)
+
+    @classmethod
+    def _wait(cls, seconds: float) -> None:
+        cls._timer = threading.Timer(seconds, cls._look)
         cls._timer.daemon = True
         cls._timer.start()
+
+    @classmethod
+    def _look(cls) -> None:
+        if (left := cls._until - time.monotonic()) > 0:
+            cls._wait(left)
+        else:
+            cls.let_go()
 
     @classmethod
     def let_go(cls) -> None:
@@ -169,6 +183,7 @@ class Gpu:
     def read(self, files: Files, parts: Sequence[tuple[str, int, int, int]], tensors: Sequence[Any]) -> None:
         """Reads parts of tensors to addresses within the memory of `tensors`."""
         if parts:
+            self._keep(self)
             files.read_onto(self._memory, parts, [(one.data_ptr(), one.nbytes) for one in tensors], tensors)
 
     def read_to(self, files: Files, targets: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ The driver in software refuses copies from memory that is not registered, and th
 import os
 import random
 import threading
+import time
 
 import dmalane
 import numpy as np
@@ -241,6 +242,21 @@ def test_memory_that_the_driver_does_not_lend_is_said(gpu, shards, monkeypatch):
     with pytest.warns(RuntimeWarning, match="PyTorch copies"):
         loaded = dmalane.load_file(paths, "pt", "cuda")
     assert {name: raw(tensor) for name, tensor in loaded.items()} == tensors
+
+
+def test_a_gpu_that_nobody_uses_is_closed(gpu, shards, monkeypatch):
+    paths, tensors = shards
+    monkeypatch.setattr("dmalane._onto._IDLE", 4.0)
+    assert raw(dmalane.load_file(paths, "pt", "cuda")["layer.0.big"]) == tensors["layer.0.big"]
+    opened = gpu.calls("cuDevicePrimaryCtxRetain")
+    assert raw(dmalane.load_file(paths, "pt", "cuda")["layer.1.big"]) == tensors["layer.1.big"]
+    assert gpu.calls("cuDevicePrimaryCtxRetain") == opened, "it was open"
+    until = time.monotonic() + 30
+    while Gpu._open:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert raw(dmalane.load_file(paths, "pt", "cuda")["layer.2.big"]) == tensors["layer.2.big"]
+    assert gpu.calls("cuDevicePrimaryCtxRetain") > opened
 
 
 def test_a_header_takes_no_gpu(gpu, shards):
