@@ -106,9 +106,9 @@ impl OpenDevice {
         Ok(loaded)
     }
 
-    /// As [`fill()`](fill::fill), through the staging buffers, of at most `limit` bytes and of no less than
-    /// [`Staging::bounds`](crate::fill::Staging::bounds), onto the device: `targets` says where the bytes of each buffer
-    /// go.
+    /// As [`fill()`](fill::fill), through the staging buffers onto the device: `targets` says where the bytes of each
+    /// buffer go. The buffers take at most `limit` bytes, which is no less than
+    /// [`Staging::bounds`](crate::fill::Staging::bounds).
     pub(crate) fn fill_staged<S: Queue<Addr = FileOffset>>(
         &mut self,
         (targets, limit): (&dyn Targets, u64),

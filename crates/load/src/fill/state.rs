@@ -54,7 +54,7 @@ pub(crate) struct Done {
 }
 
 impl Done {
-    /// The buffers of a job that began at `start`, and its report; of staging memory, the hashes of what went through it.
+    /// The buffers of a job that began at `start`, and its report; of staging memory, the hashes of what passed it.
     pub fn filled(mut self, start: Instant, job: &Job, workers: usize) -> Filled {
         let report = FillReport {
             bytes: job.bytes(),
