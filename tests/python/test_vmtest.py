@@ -735,8 +735,8 @@ def test_a_guest_has_what_the_driver_and_the_layers_are_linked_with(tmp_path):
 def test_a_guest_with_mesa_may_skip_no_test_of_dma_bufs():
     every = suites.vulkan_lines("")
     assert [line.split()[:3] for line in every] == [
-        ["vulkan", "devices", "../bin/env"], ["vulkan-memfd", "devices", "../bin/env"],
-        ["vulkan-dma-heap", "devices", "../bin/env"],
+        ["vulkan", "devices", "../bin/env"], ["read-memfd", "devices", "../bin/env"],
+        ["read-dma-heap", "devices", "../bin/env"],
     ]  # fmt: skip
     assert all("DMALANE_NEED_DMA_BUF=1" in line and "/mesa/ld-linux-x86-64.so.2" in line for line in every)
     [only] = suites.vulkan_lines("name")
