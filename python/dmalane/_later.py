@@ -109,17 +109,24 @@ def _slice(of: Later, dim: int = 0, start: int | None = None, end: int | None = 
     return of.within(dim, start, max(start, stop)) if step == 1 else None
 
 
-def _select(of: Later, dim: int, index: int) -> Later:
-    index %= of.shape[dim]
+def _select(of: Later, dim: int, index: int) -> Later | None:
+    count = of.shape[dim]
+    if not -count <= index < count:
+        return None
+    index %= count
     return of.within(dim, index, index + 1, index=True)
 
 
-def _split(of: Later, size: int, dim: int = 0) -> list[Later]:
+def _split(of: Later, size: int, dim: int = 0) -> list[Later] | None:
     count = of.shape[dim]
+    if size < 1 or not count:
+        return None
     return [of.within(dim, at, min(at + size, count)) for at in range(0, count, size)]
 
 
-def _split_with_sizes(of: Later, sizes: Sequence[int], dim: int = 0) -> list[Later]:
+def _split_with_sizes(of: Later, sizes: Sequence[int], dim: int = 0) -> list[Later] | None:
+    if min(sizes, default=-1) < 0 or sum(sizes) != of.shape[dim]:
+        return None
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [of.within(dim, end - size, end) for size, end in zip(sizes, ends)]
 
@@ -128,6 +135,7 @@ def _same(of: Later) -> Later:
     return Later(of._source, of._part, of._at, of.dtype, of.device)
 
 
+# None where PyTorch is to say, with the bytes, what is wrong.
 _NARROWS = {
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,

@@ -18,7 +18,7 @@ use crate::model::*;
 thread_local! {
     /// The contexts of this thread, the current one last.
     static CURRENT: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-    /// What calls of this thread do to graphs that others capture: 0 ends them, 2 does not.
+    /// Whether calls of this thread end graphs that others capture: 0 if they do, 2 if not.
     static CAPTURE_MODE: Cell<c_int> = const { Cell::new(0) };
 }
 

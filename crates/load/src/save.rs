@@ -204,7 +204,7 @@ impl Target {
         }
     }
 
-    /// What has the name now.
+    /// The file that has the name now.
     fn look(&self) -> io::Result<Option<Stat>> {
         match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),

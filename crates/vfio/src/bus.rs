@@ -12,7 +12,7 @@ use dmalane_dma::{self as dma, BufferRef, InterruptEvents, Mapping, Mmio, Pinned
 /// The number of BARs of a PCI function.
 const BARS: u32 = 6;
 
-/// What a [`VfioBus`] changes of its device, and takes back when it is dropped.
+/// The changes that a [`VfioBus`] makes to its device, and takes back when it is dropped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct BusOptions {

@@ -129,7 +129,7 @@ fn release() -> (u32, u32) {
     (numbers.next().unwrap(), numbers.next().unwrap())
 }
 
-/// What a VMM does: memory at the addresses of its guest, from 0 on, and the rest left to the guest.
+/// As a VMM does it: memory at the addresses of its guest, from 0 on, and the rest left to the guest.
 #[test]
 fn a_guests_memory_lies_at_its_addresses() {
     let container = container();

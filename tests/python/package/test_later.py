@@ -123,6 +123,16 @@ def test_any_use_is_that_of_the_whole(layers):
     assert repr(next(stream)[1][2:]) == f"<Later: torch.int32 [{ROWS - 2}, {COLUMNS}], not read>"
 
 
+def test_wrong_parts_are_refused_as_by_pytorch(layers):
+    paths, _ = layers
+    _, stream = opened(paths)
+    _, tensor = next(stream)
+    for wrong in (lambda: torch.select(tensor, 0, ROWS), lambda: torch.split(tensor, [1, 2]), lambda: tensor[ROWS]):
+        with pytest.raises((IndexError, RuntimeError)):
+            wrong()
+    assert [part.shape[0] for part in tensor[5:5].split(3)] == [0]
+
+
 def test_the_limit_holds(layers):
     paths, arrays = layers
     f, stream = opened(paths, memory_limit="10MiB")
