@@ -195,7 +195,9 @@ mod tests {
             assert!(answered(&served[0]), "the daemon goes on");
             // Also when what was refused is being closed.
             thread::sleep(Duration::from_millis(200));
-            assert!(answered(&connect(0)), "the next one is told, too");
+            // The place of the one that left may have come free since: the first of two takes it and is not told.
+            let next = [connect(0), connect(1)];
+            assert!(answered(&next[1]), "the next one is told, too");
             drop((peer, stop));
             daemon.join().unwrap();
         }
