@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use dmalane::file::{Error as FileError, Mode};
 use dmalane::load::container;
-use dmalane::load::{Error, Inputs, Manifest, ModelSet, in_parallel, open_inputs};
+use dmalane::load::{Error, Inputs, Manifest, ModelSet, SetFile, in_parallel, open_inputs};
 use dmalane::{FileOptions, OpenFile};
 
 use crate::failure::Failure;
@@ -44,9 +44,8 @@ impl ReadMode {
     /// Opens the files of models: a directory or an index stands for its files. Adds what had to be copied first.
     pub fn open(self, paths: &[PathBuf], copied: &mut Copied) -> Result<Inputs, Failure> {
         let mut inputs = Inputs::default();
-        let found = files(paths)?;
-        inputs.whole = found != paths;
-        let found: Vec<_> = found.iter().map(PathBuf::as_path).collect();
+        let found = set(paths)?.files;
+        inputs.whole = !found.iter().map(|file| &file.path).eq(paths);
         let files = open_all(&found, copied)?;
         inputs.files = open_inputs(files, self.options()).map_err(failure)?;
         Ok(inputs)
@@ -76,21 +75,26 @@ fn cannot_read(path: &Path, error: &Error) -> Failure {
 }
 
 /// Opens files, or `-`, and adds what had to be copied first.
-pub fn open_all(paths: &[&Path], all: &mut Copied) -> Result<Vec<OpenFile>, Failure> {
-    let opened = in_parallel(paths.to_vec(), open_one)?;
+pub fn open_all(files: &[SetFile], all: &mut Copied) -> Result<Vec<OpenFile>, Failure> {
+    let opened = in_parallel(files.iter().collect(), open_one)?;
     opened.iter().for_each(|(_, copied)| all.add(*copied));
     Ok(opened.into_iter().map(|(file, _)| file).collect())
 }
 
-fn open_one(path: &Path) -> Result<(OpenFile, Copied), Failure> {
-    let source = SourceFile::open(path)?;
-    match source.is_stdin() || !source.has_size() {
+fn open_one(file: &SetFile) -> Result<(OpenFile, Copied), Failure> {
+    if file.kept.is_some() {
+        return Ok((OpenFile::of(file).map_err(failure)?, Copied::default()));
+    }
+    let source = SourceFile::open(&file.path)?;
+    let (mut opened, copied) = match source.is_stdin() || !source.has_size() {
         true => {
             let SourceFile { file, path, copied, .. } = source.with_size()?;
-            Ok((OpenFile::new(path, file), copied))
+            (OpenFile::new(path, file), copied)
         }
-        false => Ok((OpenFile::named(path, source.file).map_err(failure)?, Copied::default())),
-    }
+        false => (OpenFile::named(&file.path, source.file).map_err(failure)?, Copied::default()),
+    };
+    opened.listed.clone_from(&file.listed);
+    Ok((opened, copied))
 }
 
 /// The failure to open or to read a file, with its path in the first line, once.

@@ -75,4 +75,5 @@ pub use guard::can_watch_memory;
 pub use listener::{Listener, SOCKET};
 pub use log::ServerEvent;
 pub use server::Server;
+pub use socket::pass_rights;
 pub use wire::ClientStatus;

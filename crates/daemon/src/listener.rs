@@ -1,6 +1,6 @@
 //! The socket that a daemon listens on.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode};
@@ -62,6 +62,11 @@ impl Listener {
         socket::pass_rights(&socket, false);
         rustix::net::listen(&socket, 64).map_err(failed)?;
         Ok(Self { socket: Some(socket), path: Some(path.to_owned()) })
+    }
+
+    /// The socket, unless a daemon serves it already.
+    pub fn socket(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_ref().map(AsFd::as_fd)
     }
 
     /// Uses an inherited listening socket (socket activation).

@@ -19,7 +19,7 @@ nix::setsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sy
 
 /// Lets the peer send descriptors, or not: then it gets EPERM. Sockets that a listener accepts inherit the option at
 /// connect(2). Before Linux 6.16, which does not know it, every socket takes descriptors.
-pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) {
+pub fn pass_rights(socket: impl AsFd, pass: bool) {
     let _ = PassRights.set(&socket, &pass);
 }
 

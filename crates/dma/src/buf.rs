@@ -138,6 +138,27 @@ impl SharedBuf {
         Ok(Self::outside_heaps(region))
     }
 
+    /// Maps a whole memfd whose bytes nobody can change any more, privately: what is written to this buffer is a copy of
+    /// its own. To pin it for a device copies it, too.
+    ///
+    /// # Errors
+    /// [`Error::Import`] unless the file is a memfd of ordinary pages, sealed against shrinking and writing, with a
+    /// length that is a multiple of 4 KiB.
+    pub fn import_sealed(fd: BorrowedFd<'_>) -> Result<Self, Error> {
+        let region = Region::import_sealed(fd).map_err(Error::Import)?;
+        Ok(Self::outside_heaps(region))
+    }
+
+    /// Unmaps a memfd, for [`SharedBuf::import_sealed`]: from now on nobody can change its bytes.
+    ///
+    /// # Errors
+    /// `ResourceBusy` while a reference to the buffer exists, another process has it mapped for writing, or a driver
+    /// pins it; `Unsupported` for memory without a descriptor, and where the kernel cannot seal it.
+    pub fn seal(self) -> std::io::Result<OwnedFd> {
+        let memory = Arc::try_unwrap(self.slice.into_memory()).map_err(|_| std::io::ErrorKind::ResourceBusy)?;
+        memory.region.seal()
+    }
+
     /// Memory that exists, as it is: not zeroed, and never a [`CpuBuf`] or lent, since others may use it. Its owner is
     /// dropped with the last reference.
     pub fn from_memory(memory: RawMemory) -> Self {
@@ -244,11 +265,38 @@ impl BufferSlice {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::OwnedFd;
+    use std::os::fd::{AsFd, OwnedFd};
 
     use rustix::fs::{MemfdFlags, SealFlags};
 
     use crate::{AnonHeap, Error, Heap, MemfdHeap, PageKind, SharedBuf};
+
+    #[test]
+    fn sealed_memory_is_mapped_by_others_and_changed_by_nobody() {
+        let buf = MemfdHeap::importable(None).allocate(8192).unwrap().share();
+        buf.as_volatile_slice().write(&[7; 8192]);
+        let held = buf.reference();
+        assert_eq!(buf.seal().unwrap_err().kind(), std::io::ErrorKind::ResourceBusy);
+        drop(held);
+        let buf = MemfdHeap::importable(None).allocate(8192).unwrap().share();
+        buf.as_volatile_slice().write(&[7; 8192]);
+        let fd = buf.export().unwrap().try_clone_to_owned().unwrap();
+        let other = SharedBuf::import(fd.try_clone().unwrap()).unwrap();
+        assert!(SharedBuf::import_sealed(fd.as_fd()).is_err(), "others may write to it");
+        assert!(buf.seal().is_err(), "somebody may write to it");
+        drop(other);
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE).unwrap();
+        let [a, b] = [0, 1].map(|_| SharedBuf::import_sealed(fd.as_fd()).unwrap());
+        a.as_volatile_slice().sub(0, 4).unwrap().write(&[9; 4]);
+        let mut bytes = [0; 8192];
+        b.as_volatile_slice().read(&mut bytes);
+        assert_eq!(bytes, [7; 8192], "a copy was written to");
+        assert!(a.export().is_none(), "its file has other bytes");
+        assert!(rustix::io::pwrite(&fd, b"x", 0).is_err() && rustix::fs::ftruncate(&fd, 0).is_err());
+        assert!(SharedBuf::import(fd).is_err(), "not to be written to");
+        let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
+        assert_eq!(anonymous.seal().unwrap_err().kind(), std::io::ErrorKind::Unsupported);
+    }
 
     #[test]
     fn parts_rejoin_only_with_their_neighbour() {

@@ -2,8 +2,8 @@
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
 //! other value unmaps or accesses it. It is readable and writable until the value is dropped. Established by
-//! [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`], [`Region::import`] and [`Region::dma_buf`], and
-//! by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`RawMemory::new`], where others access it
+//! [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`], [`Region::import`], [`Region::import_sealed`] and
+//! [`Region::dma_buf`], and by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`RawMemory::new`], where others access it
 //! too; [`Region::cut`] passes it on to disjoint fragments, which keep a reference to their mapping. A drop unmaps a
 //! whole mapping, drops a fragment's reference to it, or moves either into a new value for the pool that is the
 //! region's home.
@@ -248,26 +248,65 @@ impl Region {
     /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; `OutOfMemory` for one of more than
     /// `most` bytes; the kernel's error.
     pub(crate) fn import(fd: OwnedFd, most: u64) -> io::Result<Self> {
-        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| refuse("the file is not a memfd"))?;
-        if !seals.contains(SealFlags::SHRINK) {
-            return Err(refuse("the memfd is not sealed against shrinking (F_SEAL_SHRINK)"));
-        }
-        if rustix::fs::fstatfs(&fd)?.f_type as u64 != TMPFS_MAGIC {
-            return Err(refuse(
-                "the memfd has reserved huge pages, which cannot be shared: create it without MFD_HUGETLB",
-            ));
-        }
-        let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
-        if len == 0 || !len.is_multiple_of(4096) {
-            return Err(refuse("the length of the memfd is not a multiple of 4 KiB"));
-        }
+        let len = Self::check_memfd(fd.as_fd(), SealFlags::SHRINK)?;
         if len as u64 > most {
             let why = format!("the memfd has {len} bytes, but at most {most} are allowed");
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
         }
         // SAFETY: the file cannot shrink, checked above, and counts as exported.
         unsafe { Self::shared(fd, len, true) }
+    }
+
+    /// Maps a whole memfd that nobody can change any more, privately: what is written here stays here.
+    ///
+    /// # Errors
+    /// As [`Region::import`], also for a memfd that is not sealed against writing.
+    pub(crate) fn import_sealed(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        let len = Self::check_memfd(fd, SealFlags::SHRINK | SealFlags::WRITE)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base = unsafe { mm::mmap(ptr::null_mut(), len, access, flags, fd, 0) }?;
+        // SAFETY: the mapping made above, of a file that cannot shrink (checked above). It is private, and nobody
+        // writes to the file. The region has no descriptor, since what is written to it is not in the file.
+        unsafe { Self::whole(base.cast(), len, None) }
+    }
+
+    /// The bytes of a memfd of ordinary pages that has these seals.
+    fn check_memfd(fd: BorrowedFd<'_>, wanted: SealFlags) -> io::Result<usize> {
+        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
+        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| refuse("the file is not a memfd"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(refuse("the memfd is not sealed against shrinking (F_SEAL_SHRINK)"));
+        }
+        if !seals.contains(wanted) {
+            return Err(refuse("the memfd is not sealed against writing (F_SEAL_WRITE)"));
+        }
+        if rustix::fs::fstatfs(fd)?.f_type as u64 != TMPFS_MAGIC {
+            return Err(refuse(
+                "the memfd has reserved huge pages, which cannot be shared: create it without MFD_HUGETLB",
+            ));
+        }
+        match usize::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0) {
+            len if len == 0 || !len.is_multiple_of(4096) => {
+                Err(refuse("the length of the memfd is not a multiple of 4 KiB"))
+            }
+            len => Ok(len),
+        }
+    }
+
+    /// Unmaps a memfd, whose bytes nobody can change from then on: it is sealed against writing and further seals.
+    ///
+    /// # Errors
+    /// `Unsupported` for other memory; `ResourceBusy` where somebody else has it mapped for writing, or a driver pins
+    /// it.
+    pub(crate) fn seal(mut self) -> io::Result<OwnedFd> {
+        let fd = self.fd.take().ok_or(io::ErrorKind::Unsupported)?;
+        // No pool gets memory that is somebody's for ever.
+        self.home = None;
+        drop(self);
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE | SealFlags::SEAL)?;
+        Ok(fd)
     }
 
     /// Maps the first `len` bytes of a file, shared.

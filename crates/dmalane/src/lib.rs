@@ -43,6 +43,8 @@ pub use dmalane_device as device;
 pub use dmalane_dma as dma;
 pub use dmalane_file as file;
 pub use dmalane_iopt as iopt;
+#[cfg(feature = "daemon")]
+pub use dmalane_keep as keep;
 pub use dmalane_load as load;
 pub use dmalane_queue as queue;
 pub use dmalane_sim as sim;

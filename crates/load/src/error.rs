@@ -11,6 +11,7 @@ use thiserror::Error;
 use crate::container::FormatError;
 use crate::difference::Difference;
 use crate::fill::FillError;
+use crate::kept::KeepError;
 
 /// Reason why files cannot be opened, read, loaded, verified or written. Nothing is left in flight or allocated, and
 /// nothing of a failed load stays on the device.
@@ -20,6 +21,9 @@ pub enum Error {
     /// The device was opened by the parent of this process.
     #[error(transparent)]
     Forked(#[from] Forked),
+    /// A kept model cannot be had, or a model not be kept.
+    #[error(transparent)]
+    Kept(#[from] KeepError),
     /// A file is not what it should be.
     #[error("{}: {source}", path.display())]
     Format {

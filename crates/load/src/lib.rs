@@ -24,6 +24,7 @@ mod engine;
 mod error;
 pub mod fill;
 mod input;
+pub mod kept;
 mod layout;
 mod lock;
 mod manifest;

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use dmalane_addr::FileOffset;
 use dmalane_queue::Queue;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use crate::blob::{digest, hex, name, verify_names};
 use crate::container::{FormatError, Model, Tensor, lfs_pointer, short};
@@ -22,13 +23,14 @@ use crate::difference::{Difference, RegionKind};
 use crate::error::Error;
 use crate::fill::{Digest, HashRegions};
 use crate::input::Input;
+use crate::open_file::OpenFile;
 
 /// The version of the format.
 const SCHEMA: u64 = 1;
 /// Tells a manifest from other JSON.
 const COMMAND: &str = "manifest";
 /// The longest manifest that is read, in bytes: more than one of a million tensors has.
-const MAX_MANIFEST: u64 = 256 << 20;
+pub(crate) const MAX_MANIFEST: u64 = 256 << 20;
 
 /// A region of a file, with its hashes.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -142,29 +144,51 @@ impl Manifest {
         if sha256 {
             refuse(verify_names(inputs, &mut |_| progress(0))?)?;
         }
+        let mut manifest = Self::unhashed(inputs.iter().map(|input| &input.source))?;
+        let regions = HashRegions { ends: manifest.files.iter().map(ManifestFile::ends).collect(), sha256 };
+        let lens: Vec<u64> = manifest.files.iter().map(|file| file.bytes).collect();
+        let digests = digest(inputs, &lens, regions, progress)?;
+        for (before, input) in lens.into_iter().zip(inputs.iter()) {
+            let now = input.source.size()?;
+            if before != now {
+                return Err(Error::Changed { path: input.source.path.clone(), before, now });
+            }
+        }
+        manifest.set_digests(digests.iter().map(Vec::as_slice));
+        Ok(manifest)
+    }
+
+    /// The regions of files whose hashes are to be [set](Self::set_digests).
+    pub(crate) fn unhashed<'a>(sources: impl IntoIterator<Item = &'a OpenFile>) -> Result<Self, Error> {
         let mut files = Vec::new();
-        for input in inputs.iter() {
-            let name = name(&input.source.path);
-            let bad = |defect| Error::Format { path: input.source.path.clone(), source: bad(defect) };
+        for source in sources {
+            let name = name(&source.path);
+            let bad = |defect| Error::Format { path: source.path.clone(), source: bad(defect) };
             check_name(&name).map_err(bad)?;
             if files.iter().any(|file: &ManifestFile| file.name == name) {
                 return Err(bad(FormatError::twice("file", &name)));
             }
-            files.push(ManifestFile::of(name, input.source.model()?));
-        }
-        let regions = HashRegions { ends: files.iter().map(ManifestFile::ends).collect(), sha256 };
-        let lens: Vec<u64> = files.iter().map(|file| file.bytes).collect();
-        let digests = digest(inputs, &lens, regions, progress)?;
-        for ((file, digests), input) in files.iter_mut().zip(digests).zip(inputs.iter()) {
-            let (before, now) = (file.bytes, input.source.size()?);
-            if before != now {
-                return Err(Error::Changed { path: input.source.path.clone(), before, now });
-            }
-            for (region, digest) in file.regions.iter_mut().zip(digests) {
-                region.digest = digest;
-            }
+            files.push(ManifestFile::of(name, source.model()?));
         }
         Ok(Self { files })
+    }
+
+    /// Sets the hashes of all regions, for each file in their order.
+    pub(crate) fn set_digests<'a>(&mut self, digests: impl Iterator<Item = &'a [Digest]>) {
+        for (file, digests) in self.files.iter_mut().zip(digests) {
+            for (region, digest) in file.regions.iter_mut().zip(digests) {
+                region.digest = digest.clone();
+            }
+        }
+    }
+
+    /// What the files are, in 64 hexadecimal digits: the SHA-256 of the manifest as JSON, without the SHA-256 of its
+    /// regions and with the files in the order of their names.
+    pub fn id(&self) -> String {
+        let mut plain = self.clone();
+        plain.files.sort_by(|a, b| a.name.cmp(&b.name));
+        plain.files.iter_mut().flat_map(|file| &mut file.regions).for_each(|region| region.digest.sha256 = None);
+        Sha256::digest(plain.to_json()).iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Hashes files as [`Manifest::of`] does, and returns where they differ, in the order of the files and their bytes.

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 
 use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
+use crate::kept::KeptFile;
 use crate::set::SetFile;
 
 /// Chooses tensors by name.
@@ -29,6 +30,8 @@ pub struct OpenFile {
     pub listed: Option<Arc<BTreeSet<String>>>,
     /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
     select: Option<Select>,
+    /// The memory that holds it.
+    pub(crate) kept: Option<Arc<KeptFile>>,
     parsed: OnceLock<Arc<Model>>,
 }
 
@@ -59,7 +62,7 @@ impl OpenFile {
 
     /// The same file.
     pub fn again(&self) -> Self {
-        Self::of_handle(self.handle.clone())
+        Self { kept: self.kept.clone(), listed: self.listed.clone(), ..Self::of_handle(self.handle.clone()) }
     }
 
     /// Opens a file of a model.
@@ -67,12 +70,16 @@ impl OpenFile {
     /// # Errors
     /// [`Error::File`].
     pub fn of(file: &SetFile) -> Result<Self, Error> {
-        Ok(Self { listed: file.listed.clone(), ..Self::open(&file.path)? })
+        let opened = match &file.kept {
+            Some(kept) => Self { kept: Some(kept.clone()), ..Self::of_handle(kept.handle.clone()) },
+            None => Self::open(&file.path)?,
+        };
+        Ok(Self { listed: file.listed.clone(), ..opened })
     }
 
     pub(crate) fn of_handle(handle: FileHandle) -> Self {
         let path = handle.path().to_owned();
-        Self { path, handle, listed: None, select: None, parsed: OnceLock::new() }
+        Self { path, handle, listed: None, select: None, kept: None, parsed: OnceLock::new() }
     }
 
     /// A file whose header is known.
@@ -109,6 +116,9 @@ impl OpenFile {
     /// # Errors
     /// [`Error::File`] when the kernel does not tell.
     pub fn size(&self) -> Result<u64, Error> {
+        if let Some(kept) = &self.kept {
+            return Ok(kept.len);
+        }
         let meta = self.handle.metadata().map_err(|source| self.error("read its size", source))?;
         if !meta.file_type().is_block_device() {
             return Ok(meta.len());

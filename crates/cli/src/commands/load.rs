@@ -276,9 +276,7 @@ impl Load {
 
     /// The files, without the tensors that `--tensors` does not name, and what is odd about them.
     fn open_files(&self, set: &ModelSet, copied: &mut Copied) -> Result<(Vec<Input<FileQueue>>, Vec<String>), Failure> {
-        let paths: Vec<_> = set.files.iter().map(|file| &*file.path).collect();
-        let mut files = model::open_all(&paths, copied)?;
-        files.iter_mut().zip(&set.files).for_each(|(opened, file)| opened.listed.clone_from(&file.listed));
+        let files = model::open_all(&set.files, copied)?;
         // Before it is chosen by what is cached how they are read.
         self.run.drop_cached(&files, &mut None)?;
         let patterns = self.tensors.clone();

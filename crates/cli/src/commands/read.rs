@@ -5,7 +5,7 @@ mod report;
 
 use std::ffi::OsString;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FilledBuf, Job};
-use dmalane::load::{Manifest, in_parallel};
+use dmalane::load::{Manifest, SetFile, in_parallel};
 use dmalane::{OpenFile, ReadFiles, ReadOptions};
 
 use crate::failure::Failure;
@@ -109,11 +109,12 @@ impl Read {
     /// Reads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(self.files.iter().chain(&self.run.manifest))?;
-        let files = model::files(&self.files)?;
+        let files = model::set(&self.files)?.files;
         let picked = self.pick_heap()?;
         let mut copied = Copied::default();
         let sources = open_all(&files, &mut copied)?;
-        let read = output::named_files(self.files.iter().chain(&files).chain(&self.run.manifest));
+        let read =
+            output::named_files(self.files.iter().chain(files.iter().map(|file| &file.path)).chain(&self.run.manifest));
         let outputs = Outputs::new(self.run.replace, self.run.timeline.paths())?.excluding(&read)?;
         let manifest = model::manifest(self.run.manifest.as_deref())?;
         let (mut all, mut buffers, mut cold) = (Vec::new(), Vec::new(), None);
@@ -254,10 +255,9 @@ impl Read {
 }
 
 /// Opens files that are read as they are: by name, no Git LFS pointers in their place.
-fn open_all(paths: &[PathBuf], copied: &mut Copied) -> Result<Vec<OpenFile>, Failure> {
-    let paths: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
-    let files = model::open_all(&paths, copied)?;
-    let named = paths.iter().zip(&files).filter(|(path, _)| !source::is_stdin(path)).collect();
-    in_parallel(named, |(path, file)| model::refuse_lfs_pointer(path, &*file.file()?))?;
-    Ok(files)
+fn open_all(files: &[SetFile], copied: &mut Copied) -> Result<Vec<OpenFile>, Failure> {
+    let opened = model::open_all(files, copied)?;
+    let named = files.iter().zip(&opened).filter(|(file, _)| !source::is_stdin(&file.path)).collect();
+    in_parallel(named, |(file, opened)| model::refuse_lfs_pointer(&file.path, &*opened.file()?))?;
+    Ok(opened)
 }

@@ -29,6 +29,11 @@ impl Tensor {
     pub fn element_bits(&self) -> Option<u8> {
         element_bits(&self.dtype)
     }
+
+    /// Whole bytes of an element; 1 where those are none, or not known.
+    pub(crate) fn element_bytes(&self) -> u64 {
+        self.element_bits().map_or(1, |bits| u64::from(bits) / 8).max(1)
+    }
 }
 
 /// As [`Tensor::element_bits`], of a type by its name.

@@ -21,17 +21,28 @@ pub fn model_heap() -> &'static Pool {
 /// dropped.
 pub struct Block {
     buf: SharedBuf,
+    is_kept: bool,
     _charge: Option<Charge>,
 }
 
 impl Block {
     /// A block that no limit counts.
     pub fn new(buf: SharedBuf) -> Arc<Self> {
-        Arc::new(Self { buf, _charge: None })
+        Arc::new(Self { buf, is_kept: false, _charge: None })
+    }
+
+    /// Memory of a [kept](crate::kept) file, which no limit counts.
+    pub(crate) fn kept(buf: SharedBuf) -> Arc<Self> {
+        Arc::new(Self { buf, is_kept: true, _charge: None })
+    }
+
+    /// Whether other processes have the same memory: it is to be read alone. A write would copy its page.
+    pub fn is_kept(&self) -> bool {
+        self.is_kept
     }
 
     pub(super) fn charged(buf: SharedBuf, charge: Option<Charge>) -> Arc<Self> {
-        Arc::new(Self { buf, _charge: charge })
+        Arc::new(Self { buf, is_kept: false, _charge: charge })
     }
 
     /// A reference to its memory, to pin and map it.

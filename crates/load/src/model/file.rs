@@ -11,14 +11,17 @@ use dmalane_file::FileHandle;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
+use super::block::Block;
 use crate::container::{FormatError, Model, gguf};
 use crate::error::Error;
+use crate::kept::KeptFile;
 use crate::manifest::ManifestFile;
 use crate::open_file::{OpenFile, Select};
 
 /// A file of a model. It is closed where many others are used after it, and opened again when it is read.
 pub struct ModelFile {
     handle: FileHandle,
+    kept: Option<Arc<KeptFile>>,
     contents: Arc<Model>,
     listed: Option<Arc<BTreeSet<String>>>,
     /// Which of its tensors count; `None` for all.
@@ -52,8 +55,8 @@ impl ModelFile {
     /// Reads the header of a file.
     pub(super) fn new(file: OpenFile) -> Result<Self, Error> {
         let contents = file.model()?.clone();
-        let (behind, OpenFile { handle, listed, .. }) = (gguf::behind(&contents), file);
-        Ok(Self { handle, contents, listed, select: None, behind, expected: None })
+        let (behind, OpenFile { handle, listed, kept, .. }) = (gguf::behind(&contents), file);
+        Ok(Self { handle, kept, contents, listed, select: None, behind, expected: None })
     }
 
     /// Bytes of its tensors that the file system has no blocks for, or none that were written. 0 where the file is not
@@ -80,6 +83,11 @@ impl ModelFile {
             self.contents = Arc::new(Model { tensors, ..(*self.contents).clone() });
             self.select = Some(Arc::new(counts));
         }
+    }
+
+    /// The memory that has it already, where its bytes need not be compared with a manifest.
+    pub(super) fn kept(&self) -> Option<&Arc<Block>> {
+        self.kept.as_ref().filter(|_| self.expected.is_none()).map(|kept| &kept.block)
     }
 
     /// The tensors that an index lists for it.
@@ -110,7 +118,9 @@ impl ModelFile {
             _ => Error::File { path: self.path().to_owned(), what: "open it", source },
         };
         self.handle.check().map_err(failed)?;
-        Ok(OpenFile::parsed(self.handle.clone(), self.contents.clone(), self.select.clone()))
+        let mut opened = OpenFile::parsed(self.handle.clone(), self.contents.clone(), self.select.clone());
+        opened.kept.clone_from(&self.kept);
+        Ok(opened)
     }
 
     /// The file is not what a model may have.

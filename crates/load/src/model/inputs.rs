@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::input::{Input, open_inputs};
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
-use crate::set::ModelSet;
+use crate::set::{ModelSet, SetFile};
 
 /// The files of models, as [`ModelSet::find`] finds them, with the queues that read them.
 #[derive(Default)]
@@ -26,9 +26,10 @@ impl Inputs {
     /// [`Error::File`], [`Error::Format`], [`Error::Open`].
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: FileOptions) -> Result<Self, Error> {
         let named: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
-        let found: Vec<PathBuf> = ModelSet::of(&named)?.files.into_iter().map(|file| file.path).collect();
-        let whole = found != named;
-        let files = open_inputs(in_parallel(found, OpenFile::regular)?, options)?;
+        let found = ModelSet::of(&named)?.files;
+        let whole = !found.iter().map(|file| &file.path).eq(&named);
+        let open = |file: SetFile| if file.kept.is_some() { OpenFile::of(&file) } else { OpenFile::regular(file.path) };
+        let files = open_inputs(in_parallel(found, open)?, options)?;
         Ok(Self { files, whole })
     }
 

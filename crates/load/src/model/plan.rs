@@ -1,8 +1,10 @@
 //! Where tensors of a file lie in the buffer that they are read into.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::container::Model;
+use super::block::Block;
+use crate::container::{Model, Tensor};
 use crate::fill::Extent;
 
 /// The page that direct I/O wants memory and file offsets to agree on.
@@ -18,6 +20,8 @@ pub(super) struct Plan {
     pub places: Vec<u64>,
     pub extents: Vec<Extent>,
     pub len: u64,
+    /// The memory that has them already: nothing is read.
+    pub kept: Option<Arc<Block>>,
 }
 
 impl Plan {
@@ -27,10 +31,11 @@ impl Plan {
     ///
     /// `None` when the sizes add up to more than 63 bits.
     pub fn new(model: &Model, tensors: Range<usize>, align: Option<u64>) -> Option<Self> {
-        let mut plan = Self { tensors: tensors.clone(), places: Vec::new(), extents: Vec::<Extent>::new(), len: 0 };
+        let mut plan =
+            Self { tensors: tensors.clone(), places: Vec::new(), extents: Vec::<Extent>::new(), len: 0, kept: None };
         for tensor in &model.tensors[tensors] {
             let at = tensor.at.bits();
-            let element = tensor.element_bits().map_or(1, |bits| u64::from(bits) / 8).max(1);
+            let element = tensor.element_bytes();
             let next = match (align, plan.extents.last()) {
                 (Some(align), _) => plan.len.checked_next_multiple_of(align)?,
                 (None, Some(last)) if last.at.bits() + last.len == at && plan.len.is_multiple_of(element) => plan.len,
@@ -53,8 +58,20 @@ impl Plan {
         Some(plan)
     }
 
+    /// Tensors of a file that memory holds. `None` where one of them is not aligned to its elements there.
+    pub fn kept(model: &Model, tensors: Range<usize>, block: &Arc<Block>) -> Option<Self> {
+        let is_aligned = |tensor: &Tensor| tensor.at.bits().is_multiple_of(tensor.element_bytes());
+        let of = &model.tensors[tensors.clone()];
+        let places = of.iter().map(|tensor| tensor.at.bits()).collect();
+        let plan = Self { tensors, places, extents: Vec::new(), len: 0, kept: Some(block.clone()) };
+        of.iter().all(|tensor| is_aligned(tensor)).then_some(plan)
+    }
+
     /// Bytes of memory that its buffer takes, in pages.
     pub fn memory(&self) -> u64 {
+        if self.kept.is_some() {
+            return 0;
+        }
         self.len.max(1).next_multiple_of(PAGE)
     }
 }

@@ -52,6 +52,10 @@ impl Reader {
     pub fn plan(&self, file: usize, tensors: Range<usize>, align: Option<u64>) -> Result<Plan, Error> {
         let file = &self.files[file];
         file.check_rows()?;
+        let kept = file.kept().filter(|_| align.is_none());
+        if let Some(plan) = kept.and_then(|block| Plan::kept(file.contents(), tensors.clone(), block)) {
+            return Ok(plan);
+        }
         let plan = Plan::new(file.contents(), tensors, align);
         plan.ok_or_else(|| file.bad(FormatError::new("its tensors do not fit 63 bits")))
     }
@@ -117,12 +121,17 @@ impl Reader {
             let tensors: Vec<_> = plans.iter().map(|(source, plan)| expected::placed(source, plan)).collect();
             let mut buffers = self.run(&sources, job, &tensors, watch)?.into_iter();
             for (_, plan) in files {
+                let charge = charges.next();
+                if let Some(kept) = &plan.kept {
+                    blocks.push(kept.clone());
+                    continue;
+                }
                 let buf = match plan.len {
                     // A tensor of no bytes has memory too: no address is special.
                     0 => model_heap().allocate(PAGE as usize)?.share(),
                     _ => buffers.next().expect("a buffer for each plan").into_shared(),
                 };
-                blocks.push(Block::charged(buf, charges.next()));
+                blocks.push(Block::charged(buf, charge));
             }
         }
         Ok(blocks)

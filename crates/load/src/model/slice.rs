@@ -46,8 +46,13 @@ pub(super) fn read(
         let block = gather(reader, file, at, &runs, run, watch)?;
         return Ok(HostTensor::new(tensor, shape, block, 0, total));
     }
-    // As in the file, so that direct I/O puts the bytes in place.
     let element = (bits / 8).max(1);
+    if let (Some(block), [start]) = (of.kept(), &runs[..])
+        && (at + start).is_multiple_of(element)
+    {
+        return Ok(HostTensor::new(tensor, shape, block.clone(), at + start, total));
+    }
+    // As in the file, so that direct I/O puts the bytes in place.
     let first = runs.first().map_or(0, |start| (at + start) & (PAGE - 1));
     let first = if first.is_multiple_of(element) { first } else { 0 };
     let extent = |(n, start): (usize, &u64)| {
@@ -56,7 +61,7 @@ pub(super) fn read(
     };
     let extents = runs.iter().enumerate().filter(|_| run > 0).map(extent).collect();
     let len = if total > 0 { first + total } else { 0 };
-    let plan = Plan { tensors: 0..0, places: Vec::new(), extents, len };
+    let plan = Plan { tensors: 0..0, places: Vec::new(), extents, len, kept: None };
     let charge = reader.budget.take(plan.memory())?;
     let (block, _) = reader.read_one(file, plan, charge, watch)?;
     Ok(HostTensor::new(tensor, shape, block, first.min(len), total))

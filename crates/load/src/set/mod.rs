@@ -13,6 +13,7 @@ use std::sync::Arc;
 use self::names::{LISTED, Name, choose, listed, whole_set};
 use crate::container::{CONTAINERS, Model, gguf, short};
 use crate::error::Error;
+use crate::kept::{self, KeptFile};
 
 /// The files that a path stands for.
 #[derive(Clone, Debug, Default)]
@@ -24,17 +25,19 @@ pub struct ModelSet {
 }
 
 /// A file of a model.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct SetFile {
     /// Where it is.
     pub path: PathBuf,
     /// The tensors that an index lists for it, by which the others do not count; `None` for all.
     pub listed: Option<Arc<BTreeSet<String>>>,
+    /// The memory that holds it, of a model that a keeper lends.
+    pub kept: Option<Arc<KeptFile>>,
 }
 
 impl SetFile {
     fn whole(path: PathBuf) -> Self {
-        Self { path, listed: None }
+        Self { path, listed: None, kept: None }
     }
 }
 
@@ -62,12 +65,15 @@ impl ModelSet {
     /// the files of the first kind in [`CONTAINERS`] that it has and that a directory may stand for; for the first part
     /// of a split GGUF all parts; and for anything else the path itself. Where there is no file of that path, and it is
     /// the name of a model, `org/name` or `org/name@revision`, those of the model in the local cache of Hugging Face's
-    /// libraries (`HF_HUB_CACHE`, `HF_HOME`).
+    /// libraries (`HF_HUB_CACHE`, `HF_HOME`). `kept:NAME` are the files of a model that a [keeper](crate::kept) lends.
     ///
     /// # Errors
     /// [`Error::File`] for a directory or an index that cannot be read, and where the files of one model cannot be told
     /// or are not all there; [`Error::Format`] for a bad index.
     pub fn find(path: &Path) -> Result<Self, Error> {
+        if let Some(name) = kept::name_in(path) {
+            return Ok(Self { files: kept::attach(name)?.into_files(), left_out: Vec::new() });
+        }
         if is_index(path) {
             return Self::of_index(path);
         }
@@ -139,7 +145,7 @@ impl ModelSet {
                 let link = fs::read_link(&file).map_or(String::new(), |to| format!(" (a link to {})", to.display()));
                 missing.push(format!("{}{link}", file.file_name().unwrap_or_default().to_string_lossy()));
             }
-            files.push(SetFile { path: file, listed: Some(Arc::new(tensors)) });
+            files.push(SetFile { path: file, listed: Some(Arc::new(tensors)), kept: None });
         }
         if missing.is_empty() {
             return Ok(Self { files, left_out: Vec::new() });

@@ -1,5 +1,6 @@
 //! The dmalaned command line: a daemon that shares a card between processes.
 
+mod keep;
 mod serve;
 mod status;
 mod system;
@@ -44,6 +45,9 @@ struct Dmalaned {
 #[derive(Subcommand)]
 enum Command {
     Status(status::Status),
+    Keep(keep::Keep),
+    #[command(hide = true)]
+    Hold(keep::Hold),
     Completions(Completions),
     #[command(hide = true)]
     Man(Man),
@@ -53,6 +57,8 @@ fn main() -> ExitCode {
     program::start(std::env::args_os().collect(), |dmalaned: Dmalaned| match dmalaned.command {
         None => dmalaned.serve.run(),
         Some(Command::Status(status)) => status.run(),
+        Some(Command::Keep(keep)) => keep.run(),
+        Some(Command::Hold(hold)) => hold.run(),
         Some(Command::Completions(completions)) => completions.run::<Dmalaned>(),
         Some(Command::Man(man)) => man.run::<Dmalaned>(),
     })

@@ -144,14 +144,14 @@ impl Serve {
     }
 }
 
-fn mode(text: &str) -> Result<u32, &'static str> {
+pub fn mode(text: &str) -> Result<u32, &'static str> {
     match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o777 => Ok(mode),
         _ => Err("not an octal mode such as 660"),
     }
 }
 
-fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
+pub fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
     Listener::bind(path, mode).map_err(|e| {
         let failure = Failure::because(e.to_string(), &e);
         match path.parent() {
@@ -164,6 +164,6 @@ fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
 }
 
 /// Writes a line to the log: stderr, which systemd's journal records.
-fn say(line: &str) {
+pub fn say(line: &str) {
     let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("dmalaned: {}\n", plain(line)).as_bytes());
 }

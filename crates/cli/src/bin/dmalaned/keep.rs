@@ -1,0 +1,146 @@
+//! `dmalaned keep`: holds models in memory, and lends them.
+
+use std::fs::DirBuilder;
+use std::io::Read;
+use std::net::Shutdown;
+use std::ops::ControlFlow;
+use std::os::fd::AsFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::mpsc::channel;
+use std::thread;
+
+use clap::Args;
+use dmalane::dma::room;
+use dmalane::keep::{Config, Keeper, Store, hold, inherited};
+use dmalane::load::kept::{self, KeepOptions, socket_path};
+use dmalane_cli::failure::Failure;
+use dmalane_cli::number::within;
+use dmalane_cli::size::{self, Size, binary};
+
+use crate::serve::{listen, mode, say};
+use crate::system;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalaned keep models/llama               load it once; then: dmalane load kept:llama -d cuda:0
+  dmalaned keep --memory 64GiB             nothing yet: `dmalane keep` adds models
+  dmalane kept                             what is kept
+
+Memory is sealed: nobody can change it. When the keeper is killed, the models stay, in the store of systemd's service
+(FileDescriptorStoreMax=) or in a process that holds them; the next keeper takes them back, and compares them with \
+their manifests. When it is stopped (SIGTERM), they are gone once nobody is attached.
+
+Exit status: 0 terminated by SIGTERM or SIGINT, 1 it could not run, 2 usage error.";
+
+/// Keep models in memory, and lend them to any process without a copy.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Keep {
+    /// Models to load first
+    #[arg(value_name = "MODEL")]
+    models: Vec<PathBuf>,
+
+    /// Socket to listen on
+    #[arg(long, value_name = "PATH", env = "DMALANE_KEEP", hide_env_values = true)]
+    #[arg(default_value_os_t = socket_path(), hide_default_value = true)]
+    socket: PathBuf,
+
+    /// File mode of the socket, in octal: others may connect with 666
+    #[arg(long, value_name = "MODE", default_value = "600", value_parser = mode)]
+    mode: u32,
+
+    /// Memory for all models [default: half of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
+    memory: Option<Size>,
+
+    /// Percent of it that one user may have [default: 75; 100, where only one user may connect]
+    #[arg(long, value_name = "PERCENT", value_parser = within::<u32>(1..=100))]
+    user_share: Option<u32>,
+}
+
+impl Keep {
+    /// Keeps until the process is terminated.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let Self { models, socket, mode, .. } = self;
+        system::raise_file_limit();
+        let half = || room().map(|room| room.bytes / 2);
+        let no_limit = || Failure::usage("the kernel does not say how much memory is free: --memory says how much");
+        let memory = self.memory.map(Size::bytes).or_else(half).ok_or_else(no_limit)?;
+        let alone = mode & 0o077 == 0;
+        let user_percent = self.user_share.unwrap_or(if alone { 100 } else { 75 });
+        let config = Config { memory, user_percent, ..Config::default() };
+        let mut stop = system::termination()?;
+        if let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            // Where it cannot be made, listening fails and says so.
+            let _ = DirBuilder::new().recursive(true).mode(0o755).create(folder);
+        }
+        let listener = listen(&socket, mode)?;
+        let keeper = Keeper::new(config, |line| say(line)).with_store(store(&socket)?);
+        say(&format!("keeps up to {} at {}", binary(memory), socket.display()));
+        system::notify("READY=1");
+        let (ends, end) = UnixStream::pair()?;
+        let (tell, told) = channel();
+        let first = thread::spawn(move || {
+            for model in &models {
+                let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
+                if let Err(e) = kept::keep([model], &options, |_| ControlFlow::Continue(())) {
+                    let _ = tell.send(Failure::because(format!("cannot keep {}", model.display()), &e));
+                    let _ = ends.shutdown(Shutdown::Both);
+                    break;
+                }
+            }
+            // Closed, it would end the keeper.
+            ends
+        });
+        let ended = end.try_clone()?;
+        thread::spawn(move || {
+            let _ = stop.read(&mut [0]);
+            let _ = ended.shutdown(Shutdown::Both);
+        });
+        keeper.run(listener, end.as_fd())?;
+        drop(first);
+        match told.try_recv() {
+            Ok(failure) => Err(failure),
+            Err(_) => {
+                say("stopped");
+                Ok(ExitCode::SUCCESS)
+            }
+        }
+    }
+}
+
+/// Where models outlive this process.
+fn store(socket: &Path) -> Result<Store, Failure> {
+    if let Some(store) = Store::of_manager(inherited())? {
+        return Ok(store);
+    }
+    let path = PathBuf::from(format!("{}.held", socket.display()));
+    let start = || {
+        let mut holder = Command::new(std::env::current_exe()?);
+        holder.arg("hold").arg(&path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        // Not interrupted with this process by a terminal.
+        let mut holder = holder.process_group(0).spawn()?;
+        thread::spawn(move || holder.wait());
+        Ok(())
+    };
+    Store::of_holder(&path, start).map_err(|e| Failure::because("cannot start the process that holds models", &e))
+}
+
+/// Hold the memory of models for a keeper.
+#[derive(Args)]
+pub struct Hold {
+    path: PathBuf,
+}
+
+impl Hold {
+    /// Holds until a keeper ends in good order.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        system::raise_file_limit();
+        hold(&listen(&self.path, 0o600)?)?;
+        Ok(ExitCode::SUCCESS)
+    }
+}

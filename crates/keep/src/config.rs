@@ -1,0 +1,25 @@
+//! How much a keeper holds.
+
+/// The limits of a keeper.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Bytes of all models.
+    pub memory: u64,
+    /// Percent of them that the models of one user may take.
+    pub user_percent: u32,
+    /// Connections at a time, of one user at most a quarter where others may connect.
+    pub connections: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { memory: 0, user_percent: 100, connections: 256 }
+    }
+}
+
+impl Config {
+    /// Bytes of the models of one user.
+    pub(crate) fn of_a_user(&self) -> u64 {
+        u64::try_from(u128::from(self.memory) * u128::from(self.user_percent.min(100)) / 100).unwrap_or(self.memory)
+    }
+}

@@ -1,0 +1,383 @@
+//! The keeper's loop: connections, what they ask, and what is answered.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dmalane_daemon::{Listener, pass_rights};
+use dmalane_dma::{receive_with_fds, send_with_fds};
+use dmalane_load::kept::wire::{Answer, Ask, MAX_FDS, MAX_MESSAGE, Message, Refusal, VERSION};
+use dmalane_load::kept::{KeptModel, check, sealed_text};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{RecvFlags, SendFlags, SocketFlags, accept_with};
+use thiserror::Error;
+
+use crate::close::Closers;
+use crate::config::Config;
+use crate::lend::{lend, sealed_bytes};
+use crate::shelf::{Checked, Kept, Refused, Shelf};
+use crate::store::Store;
+
+/// How long nothing is accepted where that fails for lack of descriptors.
+const FAILED_REST: Duration = Duration::from_millis(250);
+/// Descriptors of one model, at most: a description, a manifest, and its files.
+const MAX_MODEL_FDS: usize = 4096;
+/// Descriptors of a user that may wait to be closed before its connections are refused.
+const MAX_CLOSING: usize = 8192;
+/// How long a connection may ask nothing while others are refused.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// Reason why a keeper ends.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum KeeperError {
+    /// A system call failed.
+    #[error("the keeper cannot go on")]
+    Io(#[from] std::io::Error),
+}
+
+impl From<Errno> for KeeperError {
+    fn from(e: Errno) -> Self {
+        Self::Io(e.into())
+    }
+}
+
+/// A client.
+struct Connection {
+    socket: OwnedFd,
+    user: u32,
+    /// Room that it was promised.
+    promised: u64,
+    /// Descriptors of a model that has not come whole.
+    parts: Vec<OwnedFd>,
+    asked: Instant,
+}
+
+/// A model that was hashed, and whether it is what its manifest says.
+type Hashed = (u64, Result<(), String>);
+
+/// A keeper of models.
+pub struct Keeper {
+    shelf: Shelf,
+    connections: HashMap<u64, Connection>,
+    /// The last number of a connection or a model.
+    last: u64,
+    closers: Closers,
+    hashed: (Sender<Hashed>, Receiver<Hashed>),
+    store: Store,
+    log: Box<dyn FnMut(&str) + Send>,
+}
+
+impl Keeper {
+    /// A keeper without models, which tells what it does line by line.
+    pub fn new(config: Config, log: impl FnMut(&str) + Send + 'static) -> Self {
+        Self {
+            shelf: Shelf { config, ..Shelf::default() },
+            connections: HashMap::new(),
+            last: 0,
+            closers: Closers::default(),
+            hashed: channel(),
+            store: Store::None,
+            log: Box::new(log),
+        }
+    }
+
+    /// Puts the descriptors of models away in `store`, where the next keeper finds them, and takes back those that are
+    /// there. They are hashed before they are lent.
+    pub fn with_store(mut self, mut store: Store) -> Self {
+        let found = store.take_back();
+        self.store = store;
+        for (number, user, fds) in found {
+            self.last = self.last.max(number);
+            match self.shelve(user, fds, Some(number)) {
+                Ok(name) => (self.log)(&format!("took back {name:?} of user {user}")),
+                Err((_, why)) => (self.log)(&format!("warning: a model of user {user} is lost: {why}")),
+            }
+        }
+        self
+    }
+
+    /// Serves until `stop` becomes readable or its other end is closed. Models that nobody has attached to are gone
+    /// then.
+    ///
+    /// # Errors
+    /// [`KeeperError`].
+    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), KeeperError> {
+        let Some(socket) = listener.socket() else { return Ok(()) };
+        rustix::io::ioctl_fionbio(socket, true)?;
+        let mut rest = None::<Instant>;
+        loop {
+            rest = rest.filter(|until| Instant::now() < *until);
+            let is_full = self.connections.len() >= self.shelf.config.connections;
+            let accepts = rest.is_none() && !is_full;
+            let numbers: Vec<u64> = self.connections.keys().copied().collect();
+            let fds = [Some(stop), accepts.then_some(socket)].into_iter().flatten();
+            let sockets = numbers.iter().map(|number| self.connections[number].socket.as_fd());
+            let mut fds: Vec<PollFd<'_>> =
+                fds.chain(sockets).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+            let is_checking = self.shelf.models.iter().any(|kept| kept.checked == Checked::Soon);
+            let wait = if rest.is_some() || is_checking { Duration::from_millis(5) } else { IDLE / 10 };
+            match poll(&mut fds, Some(&timespec(wait))) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+            let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+            drop(fds);
+            if ready[0] {
+                self.store.end();
+                return Ok(());
+            }
+            self.take_hashed();
+            let first = 1 + usize::from(accepts);
+            for (number, _) in numbers.iter().zip(&ready[first..]).filter(|(_, ready)| **ready) {
+                if !self.serve(*number) {
+                    self.disconnect(*number);
+                }
+            }
+            if accepts && ready[1] {
+                rest = self.accept(socket).err().map(|_| Instant::now() + FAILED_REST);
+            }
+            if is_full {
+                let idle = self.connections.iter().filter(|(_, c)| c.promised == 0 && c.asked.elapsed() > IDLE);
+                let idle: Vec<u64> = idle.map(|(number, _)| *number).collect();
+                idle.into_iter().for_each(|number| self.disconnect(number));
+            }
+        }
+    }
+
+    fn accept(&mut self, listener: BorrowedFd<'_>) -> Result<(), Errno> {
+        let socket = match accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(socket) => socket,
+            Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(()),
+            Err(e) => return Err(e),
+        };
+        let Ok(user) = socket_peercred(&socket).map(|peer| peer.uid.as_raw()) else { return Ok(()) };
+        let of_the_user = self.connections.values().filter(|connection| connection.user == user).count();
+        let others = self.connections.len() > of_the_user;
+        let most = self.shelf.config.connections / if others { 4 } else { 1 };
+        if of_the_user >= most || self.closers.waiting(user) > MAX_CLOSING {
+            self.closers.close(user, vec![socket]);
+            return Ok(());
+        }
+        pass_rights(&socket, true);
+        self.last += 1;
+        let connection = Connection { socket, user, promised: 0, parts: Vec::new(), asked: Instant::now() };
+        self.connections.insert(self.last, connection);
+        Ok(())
+    }
+
+    fn disconnect(&mut self, number: u64) {
+        if let Some(Connection { socket, user, mut parts, .. }) = self.connections.remove(&number) {
+            parts.push(socket);
+            self.closers.close(user, parts);
+        }
+    }
+
+    /// Answers a message of a connection; false when the connection ends.
+    fn serve(&mut self, number: u64) -> bool {
+        let Some(connection) = self.connections.get_mut(&number) else { return true };
+        let mut text = [0; MAX_MESSAGE];
+        let got = match receive_with_fds(&connection.socket, &mut text, RecvFlags::DONTWAIT) {
+            Ok(got) => got,
+            Err(Errno::AGAIN) => return true,
+            Err(_) => return false,
+        };
+        connection.asked = Instant::now();
+        let user = connection.user;
+        let message = match serde_json::from_slice::<Message<Ask>>(&text[..got.len]) {
+            Ok(Message { version: VERSION, body }) if !got.is_cut => Ok(body),
+            Ok(Message { version, .. }) if version != VERSION => {
+                Err(format!("the keeper speaks version {VERSION} of the protocol, and not {version}"))
+            }
+            Ok(_) => Err("the message is too long, or has too many descriptors".to_owned()),
+            Err(e) => Err(format!("the message is not understood: {e}")),
+        };
+        let mut fds = got.fds;
+        let answer = match message {
+            Ok(Ask::Keep { more }) => {
+                connection.parts.append(&mut fds);
+                match connection.parts.len() > MAX_MODEL_FDS {
+                    true => Err((Refusal::Bad, format!("a model has at most {} files", MAX_MODEL_FDS - 2))),
+                    false if more => return true,
+                    false => self.keep(number),
+                }
+            }
+            Ok(Ask::Attach { name, from }) => self.attach(user, &name, from),
+            Ok(Ask::Room { bytes }) => self.room(number, bytes),
+            Ok(Ask::Drop { name }) => self.drop_model(user, &name),
+            Ok(Ask::List) => {
+                let list = serde_json::to_vec(&self.shelf.list(user)).unwrap_or_default();
+                let fd = sealed_text("dmalane-kept", &list).map_err(|e| (Refusal::Bad, e.to_string()));
+                fd.map(|fd| (Answer::List, vec![fd]))
+            }
+            Err(why) => Err((Refusal::Bad, why)),
+        };
+        self.closers.close(user, fds);
+        let goes_on = !matches!(answer, Err((Refusal::Bad, _)));
+        let (answer, lent) = answer.unwrap_or_else(|(kind, why)| (Answer::Refused { kind, why: short(why) }, vec![]));
+        let Some(Connection { socket, .. }) = self.connections.get(&number) else { return false };
+        let text = serde_json::to_vec(&Message { version: VERSION, body: answer }).unwrap_or_default();
+        let lent: Vec<_> = lent.iter().map(AsFd::as_fd).collect();
+        // Who does not read its answers is not waited for.
+        send_with_fds(socket, &text, &lent, SendFlags::DONTWAIT).is_ok() && goes_on
+    }
+
+    fn attach(&mut self, user: u32, name: &str, from: usize) -> Result<(Answer, Vec<OwnedFd>), Refused> {
+        let found = self.shelf.find(user, name).inspect_err(|_| self.shelf.misses += 1)?;
+        let kept = &mut self.shelf.models[found];
+        let may = kept.checked == Checked::Here || (kept.user == user && kept.checked == Checked::ByItsOwner);
+        if !may {
+            return Err((Refusal::Checking, format!("{name:?} is being compared with its manifest")));
+        }
+        let wanted = kept.fds.iter().skip(from).take(MAX_FDS);
+        let lent = wanted.map(lend).collect::<Result<Vec<_>, _>>();
+        let lent = lent.map_err(|e| (Refusal::Room, format!("the keeper cannot open more: {e}")))?;
+        if lent.is_empty() {
+            return Err((Refusal::Bad, format!("{name:?} has {} descriptors", kept.fds.len())));
+        }
+        kept.used = Instant::now();
+        if from == 0 {
+            kept.attaches += 1;
+            self.shelf.hits += 1;
+        }
+        Ok((Answer::Lent { of: kept.fds.len() }, lent))
+    }
+
+    /// Room that is promised to connections of a user, and to all, but one.
+    fn promised(&self, user: u32, but: u64) -> (u64, u64) {
+        let others = || self.connections.iter().filter(move |(number, _)| **number != but).map(|(_, of)| of);
+        let of_the_user = others().filter(|of| of.user == user).fold(0, |n: u64, of| n.saturating_add(of.promised));
+        (of_the_user, others().fold(0, |n: u64, of| n.saturating_add(of.promised)))
+    }
+
+    fn room(&mut self, number: u64, bytes: u64) -> Result<(Answer, Vec<OwnedFd>), Refused> {
+        let user = self.connections[&number].user;
+        let gone = self.shelf.make_room(user, bytes, self.promised(user, number))?;
+        for kept in gone {
+            (self.log)(&format!("{:?} of user {} makes room", kept.model.name, kept.user));
+            self.release(kept);
+        }
+        self.connections.entry(number).and_modify(|connection| connection.promised = bytes);
+        Ok((Answer::Done, Vec::new()))
+    }
+
+    /// Memory is freed by whoever closes it last.
+    fn release(&mut self, kept: Kept) {
+        self.store.remove(kept.number, kept.user, kept.fds.len());
+        self.closers.close(kept.user, kept.fds);
+    }
+
+    fn keep(&mut self, number: u64) -> Result<(Answer, Vec<OwnedFd>), Refused> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok((Answer::Done, Vec::new())) };
+        let (user, fds, promised) = (connection.user, std::mem::take(&mut connection.parts), connection.promised);
+        let bytes = fds.iter().map(|fd| sealed_bytes(fd.as_fd())).try_fold(0u64, |sum, n| sum.checked_add(n?));
+        let Some(bytes) = bytes else {
+            self.closers.close(user, fds);
+            return Err((Refusal::Bad, "its memory is not sealed memfds of ordinary pages".to_owned()));
+        };
+        if bytes > promised
+            && let Err(refused) = self.room(number, bytes)
+        {
+            self.closers.close(user, fds);
+            return Err(refused);
+        }
+        let name = self.shelve(user, fds, None)?;
+        self.connections.entry(number).and_modify(|connection| connection.promised = 0);
+        (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes"));
+        Ok((Answer::Done, Vec::new()))
+    }
+
+    /// Adds a model, in place of another one of its name, or one that the store has under a number; returns the name.
+    fn shelve(&mut self, user: u32, fds: Vec<OwnedFd>, stored: Option<u64>) -> Result<String, Refused> {
+        let bytes = fds.iter().map(|fd| sealed_bytes(fd.as_fd())).try_fold(0u64, |sum, n| sum.checked_add(n?));
+        let described = match (&fds.first(), bytes) {
+            (Some(first), Some(bytes)) => KeptModel::read(first).map(|model| (model, bytes)).map_err(|e| e.to_string()),
+            _ => Err("its memory is not sealed memfds".to_owned()),
+        };
+        let checked = described.and_then(|(model, bytes)| match model.files.len() + 2 == fds.len() {
+            true => Ok((model, bytes)),
+            false => Err(format!("{} descriptors for {} files", fds.len(), model.files.len())),
+        });
+        let (mut model, bytes) = match checked {
+            Ok(checked) => checked,
+            Err(why) => {
+                // Its keeper ended while it was put there.
+                stored.inspect(|number| self.store.remove(*number, user, fds.len()));
+                self.closers.close(user, fds);
+                return Err((Refusal::Bad, why));
+            }
+        };
+        // Of a million tensors, their names are not needed here.
+        model.files.iter_mut().for_each(|file| file.listed = None);
+        let (number, name) = (stored.unwrap_or(self.last + 1), model.name.clone());
+        if stored.is_none() {
+            self.last = number;
+            self.store.put(number, user, &fds);
+        }
+        // Of two the later one stays, also where a keeper ended between these lines.
+        let same = |kept: &mut Kept| kept.user == user && kept.model.name == model.name;
+        let before: Vec<Kept> = self.shelf.models.extract_if(.., same).collect();
+        before.into_iter().for_each(|kept| self.release(kept));
+        // Nobody can have changed what is sealed; but who says so may be another user, or a process that held it.
+        let checked = if stored.is_some() || model.shared { Checked::Soon } else { Checked::ByItsOwner };
+        if checked == Checked::Soon {
+            self.hash(number, &fds);
+        }
+        let (used, attaches) = (Instant::now(), 0);
+        self.shelf.models.push(Kept { number, model, user, fds, bytes, used, attaches, checked });
+        Ok(name)
+    }
+
+    /// Hashes a model on another thread.
+    fn hash(&self, number: u64, fds: &[OwnedFd]) {
+        let tell = self.hashed.0.clone();
+        let copies = fds.iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>();
+        let hashed = move || {
+            let checked = copies.map_err(|e| e.to_string()).and_then(|fds| check(fds).map_err(|e| e.to_string()));
+            let _ = tell.send((number, checked));
+        };
+        if thread::Builder::new().name("dmalane-hash".to_owned()).spawn(hashed).is_err() {
+            let _ = self.hashed.0.send((number, Err("no thread can be made".to_owned())));
+        }
+    }
+
+    fn take_hashed(&mut self) {
+        while let Ok((number, checked)) = self.hashed.1.try_recv() {
+            let Some(at) = self.shelf.models.iter().position(|kept| kept.number == number) else { continue };
+            match checked {
+                Ok(()) => self.shelf.models[at].checked = Checked::Here,
+                Err(why) => {
+                    let kept = self.shelf.models.remove(at);
+                    (self.log)(&format!("warning: {:?} of user {} goes: {why}", kept.model.name, kept.user));
+                    self.release(kept);
+                }
+            }
+        }
+    }
+
+    fn drop_model(&mut self, user: u32, name: &str) -> Result<(Answer, Vec<OwnedFd>), Refused> {
+        let found = self.shelf.find(user, name)?;
+        if self.shelf.models[found].user != user {
+            return Err((Refusal::Absent, format!("{name:?} is another user's")));
+        }
+        let kept = self.shelf.models.remove(found);
+        (self.log)(&format!("drops {:?} of user {user}", kept.model.name));
+        self.release(kept);
+        Ok((Answer::Done, Vec::new()))
+    }
+}
+
+/// A reason that fits a message.
+fn short(mut why: String) -> String {
+    let end = (0..=why.len().min(1000)).rev().find(|at| why.is_char_boundary(*at)).unwrap_or(0);
+    why.truncate(end);
+    why
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs().cast_signed(), tv_nsec: time.subsec_nanos().into() }
+}

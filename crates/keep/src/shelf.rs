@@ -1,0 +1,154 @@
+//! The models of a keeper: which there are, who may have them, and which make room for others.
+
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use dmalane_load::kept::KeptModel;
+use dmalane_load::kept::wire::{Listed, ListedModel, Refusal};
+
+use crate::config::Config;
+use crate::lend::is_lent;
+
+/// The shortest beginning of a hash that names a model.
+const SHORTEST_HASH: usize = 8;
+
+/// Whether the bytes of a model are known to be those of its manifest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Checked {
+    /// Its owner says so, and gets it; nobody else does.
+    ByItsOwner,
+    /// They are being hashed.
+    Soon,
+    /// They were hashed here.
+    Here,
+}
+
+/// A model.
+pub(crate) struct Kept {
+    /// Of this keeper, never used again.
+    pub(crate) number: u64,
+    pub(crate) model: KeptModel,
+    pub(crate) user: u32,
+    /// The description, the manifest, and the files.
+    pub(crate) fds: Vec<OwnedFd>,
+    /// Of all of them.
+    pub(crate) bytes: u64,
+    pub(crate) used: Instant,
+    pub(crate) attaches: u64,
+    pub(crate) checked: Checked,
+}
+
+impl Kept {
+    pub(crate) fn is_lent(&self) -> bool {
+        self.fds.iter().any(is_lent)
+    }
+}
+
+/// The models, and room that is promised.
+#[derive(Default)]
+pub(crate) struct Shelf {
+    pub(crate) config: Config,
+    pub(crate) models: Vec<Kept>,
+    pub(crate) hits: u64,
+    pub(crate) misses: u64,
+    pub(crate) evicted: u64,
+}
+
+/// A refusal with its reason in words.
+pub(crate) type Refused = (Refusal, String);
+
+impl Shelf {
+    /// The models of a user; of anyone with `None`.
+    fn of(&self, user: Option<u32>) -> impl Iterator<Item = &Kept> {
+        self.models.iter().filter(move |kept| user.is_none_or(|user| kept.user == user))
+    }
+
+    fn bytes(&self, user: Option<u32>) -> u64 {
+        self.of(user).fold(0, |sum, kept| sum.saturating_add(kept.bytes))
+    }
+
+    /// Which model a user means: one of its own by name, else by the beginning of its hash, or another user's by
+    /// `USER:NAME` if it is shared.
+    pub(crate) fn find(&self, user: u32, name: &str) -> Result<usize, Refused> {
+        let absent = |why: String| (Refusal::Absent, why);
+        if let Some((owner, name)) = name.split_once(':') {
+            let owner: u32 = owner.parse().map_err(|_| absent(format!("{owner:?} is not the number of a user")))?;
+            let is_it = |kept: &Kept| kept.user == owner && kept.model.name == name;
+            let found = self.models.iter().position(|kept| is_it(kept) && (kept.model.shared || owner == user));
+            return found.ok_or_else(|| absent(format!("user {owner} shares no model {name:?}")));
+        }
+        let own = |(_, kept): &(usize, &Kept)| kept.user == user;
+        let mut named = self.models.iter().enumerate().filter(own);
+        if let Some((found, _)) = named.find(|(_, kept)| kept.model.name == name) {
+            return Ok(found);
+        }
+        let begins = |(_, kept): &(usize, &Kept)| name.len() >= SHORTEST_HASH && kept.model.id.starts_with(name);
+        let hashed: Vec<(usize, &Kept)> = self.models.iter().enumerate().filter(own).filter(begins).collect();
+        if let [(first, one), others @ ..] = &hashed[..] {
+            // Models of one hash are the same, under several names.
+            return match others.iter().all(|(_, kept)| kept.model.id == one.model.id) {
+                true => Ok(*first),
+                false => Err((Refusal::Ambiguous, format!("several models have a hash that begins with {name}"))),
+            };
+        }
+        let shares = |kept: &&Kept| kept.model.shared && kept.model.name == name;
+        Err(absent(match self.models.iter().find(shares) {
+            Some(kept) => format!("no model {name:?} of yours is kept; user {0} shares one: {0}:{name}", kept.user),
+            None => format!("no model {name:?} is kept (dmalane kept lists those that are)"),
+        }))
+    }
+
+    /// Makes room for a model of a user, beside room that is promised to it and to all. Returns the models that make
+    /// room: nobody is attached to them, and they were used longest ago.
+    pub(crate) fn make_room(&mut self, user: u32, bytes: u64, promised: (u64, u64)) -> Result<Vec<Kept>, Refused> {
+        let mut gone: Vec<u64> = Vec::new();
+        for (of, limit, promised) in
+            [(Some(user), self.config.of_a_user(), promised.0), (None, self.config.memory, promised.1)]
+        {
+            let mut order: Vec<&Kept> = self.of(of).collect();
+            order.sort_by_key(|kept| kept.used);
+            let mut order = order.into_iter();
+            let left = |gone: &[u64]| {
+                self.of(of)
+                    .filter(|kept| !gone.contains(&kept.number))
+                    .fold(promised, |sum, kept| sum.saturating_add(kept.bytes))
+            };
+            while left(&gone).saturating_add(bytes) > limit {
+                // What can never fit takes nothing away.
+                let Some(kept) = order.next().filter(|_| bytes.saturating_add(promised) <= limit) else {
+                    let whose = if of.is_some() { "your models may take" } else { "all models may take" };
+                    let used = self.bytes(of).saturating_add(promised);
+                    let text = format!(
+                        "{bytes} bytes do not fit: {whose} {limit}, and {used} are in use or promised; those to which \
+                         somebody is attached stay (dmalane kept, dmalane drop)"
+                    );
+                    return Err((Refusal::Room, text));
+                };
+                if !gone.contains(&kept.number) && !kept.is_lent() {
+                    gone.push(kept.number);
+                }
+            }
+        }
+        self.evicted += gone.len() as u64;
+        Ok(self.models.extract_if(.., |kept| gone.contains(&kept.number)).collect())
+    }
+
+    /// What a user may see.
+    pub(crate) fn list(&self, user: u32) -> Listed {
+        let seen = self.models.iter().filter(|kept| kept.user == user || kept.model.shared);
+        let row = |kept: &Kept| ListedModel {
+            name: kept.model.name.clone(),
+            id: kept.model.id.clone(),
+            user: kept.user,
+            bytes: kept.bytes,
+            files: kept.model.files.len(),
+            shared: kept.model.shared,
+            attached: kept.is_lent(),
+            attaches: kept.attaches,
+            idle_s: kept.used.elapsed().as_secs(),
+        };
+        let Self { hits, misses, evicted, .. } = *self;
+        let (used, limit) = (self.bytes(None), self.config.memory);
+        Listed { models: seen.map(row).collect(), used, limit, hits, misses, evicted }
+    }
+}

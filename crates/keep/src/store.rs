@@ -1,0 +1,223 @@
+//! Where descriptors of models live on when their keeper is gone: the service manager's store (`FDSTORE=1` of
+//! sd_notify(3)), or a process that does nothing but hold them.
+//!
+//! Each descriptor has a name, `keep.NUMBER.USER.INDEX`: its model, whose it is, and its place in it.
+#![allow(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use dmalane_daemon::{Listener, pass_rights};
+use dmalane_dma::{receive_with_fds, send_with_fds};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, sendmsg_addr,
+};
+
+/// The longest message.
+const MAX_MESSAGE: usize = 256;
+/// How long the holder may take to answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// The first descriptor that a service manager passes.
+const FIRST: i32 = 3;
+
+/// A place for descriptors that outlives the keeper.
+#[derive(Debug)]
+pub enum Store {
+    /// There is none: models are gone with the keeper.
+    None,
+    /// The service manager's: the socket of its notifications, and what it passed at the start.
+    Manager(OwnedFd, PathBuf, Vec<(String, OwnedFd)>),
+    /// A process that holds them.
+    Holder(OwnedFd),
+}
+
+/// Descriptors with their names that the service manager has passed to this process: none but the first time.
+pub fn inherited() -> Vec<(String, OwnedFd)> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
+    let is_mine = number("LISTEN_PID") == Some(std::process::id());
+    let count = number("LISTEN_FDS").and_then(|n| i32::try_from(n).ok()).filter(|_| is_mine).unwrap_or(0);
+    if count == 0 || TAKEN.swap(true, Ordering::Relaxed) {
+        return Vec::new();
+    }
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let mut names = names.split(':').map(str::to_owned);
+    let is_open = |fd: &i32| Path::new(&format!("/proc/self/fd/{fd}")).exists();
+    let take = |fd| {
+        // SAFETY: the descriptor is open (checked above), and this process's by the protocol of sd_listen_fds(3), which
+        // names it (LISTEN_PID). Nobody else takes it: this happens once (`TAKEN`).
+        (names.next().unwrap_or_default(), unsafe { OwnedFd::from_raw_fd(fd) })
+    };
+    (FIRST..FIRST + count).filter(is_open).map(take).collect()
+}
+
+impl Store {
+    /// The store of the service manager, if it tells of one, with what it has passed.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn of_manager(passed: Vec<(String, OwnedFd)>) -> std::io::Result<Option<Self>> {
+        let has_store = std::env::var("FDSTORE").is_ok_and(|n| n != "0");
+        let Some(path) = std::env::var_os("NOTIFY_SOCKET").filter(|_| has_store) else { return Ok(None) };
+        let kind = SocketType::DGRAM;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+        Ok(Some(Self::Manager(socket, path.into(), passed)))
+    }
+
+    /// A process that holds descriptors at `path`, which `start` starts if there is none.
+    ///
+    /// # Errors
+    /// The kernel's, or that of `start`.
+    pub fn of_holder(path: &Path, start: impl FnOnce() -> std::io::Result<()>) -> std::io::Result<Self> {
+        let address = SocketAddrUnix::new(path)?;
+        let connect = || -> Result<OwnedFd, Errno> {
+            let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
+            for timeout in [Timeout::Recv, Timeout::Send] {
+                set_socket_timeout(&socket, timeout, Some(TIMEOUT))?;
+            }
+            rustix::net::connect(&socket, &address)?;
+            Ok(socket)
+        };
+        if let Ok(socket) = connect() {
+            return Ok(Self::Holder(socket));
+        }
+        start()?;
+        let begun = std::time::Instant::now();
+        loop {
+            match connect() {
+                Ok(socket) => return Ok(Self::Holder(socket)),
+                Err(e) if begun.elapsed() > TIMEOUT => return Err(e.into()),
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    fn tell(&self, text: &str, fds: &[&OwnedFd]) -> Result<(), Errno> {
+        let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        match self {
+            Self::None => Ok(()),
+            Self::Holder(socket) => send_with_fds(socket, text.as_bytes(), &fds, SendFlags::empty()).map(drop),
+            Self::Manager(socket, path, _) => {
+                let address = match path.to_str().and_then(|path| path.strip_prefix('@')) {
+                    Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes())?,
+                    None => SocketAddrUnix::new(path)?,
+                };
+                let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+                let mut control = rustix::net::SendAncillaryBuffer::new(&mut space);
+                control.push(rustix::net::SendAncillaryMessage::ScmRights(&fds));
+                let parts = [std::io::IoSlice::new(text.as_bytes())];
+                sendmsg_addr(socket, &address, &parts, &mut control, SendFlags::NOSIGNAL).map(drop)
+            }
+        }
+    }
+
+    /// Puts the descriptors of a model away. One that cannot be is lost with the keeper.
+    pub(crate) fn put(&self, number: u64, user: u32, fds: &[OwnedFd]) {
+        for (index, fd) in fds.iter().enumerate() {
+            let name = format!("keep.{number}.{user}.{index}");
+            let text = match self {
+                Self::Manager(..) => format!("FDSTORE=1\nFDNAME={name}"),
+                _ => format!("put {name}"),
+            };
+            let _ = self.tell(&text, &[fd]);
+        }
+    }
+
+    /// Takes a model out again.
+    pub(crate) fn remove(&self, number: u64, user: u32, count: usize) {
+        if let Self::Manager(..) = self {
+            for index in 0..count {
+                let _ = self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=keep.{number}.{user}.{index}"), &[]);
+            }
+        } else {
+            let _ = self.tell(&format!("remove keep.{number}."), &[]);
+        }
+    }
+
+    /// The models that are there, each with its number and its user. They stay there.
+    pub(crate) fn take_back(&mut self) -> Vec<(u64, u32, Vec<OwnedFd>)> {
+        let found = match self {
+            Self::None => Vec::new(),
+            Self::Manager(_, _, passed) => std::mem::take(passed),
+            Self::Holder(socket) => match send_with_fds(&*socket, b"all", &[], SendFlags::empty()) {
+                Ok(_) => std::iter::from_fn(|| next(socket)).collect(),
+                Err(_) => Vec::new(),
+            },
+        };
+        let mut models: BTreeMap<(u64, u32), BTreeMap<usize, OwnedFd>> = BTreeMap::new();
+        for (name, fd) in found {
+            let parts: Vec<&str> = name.split('.').collect();
+            let ["keep", number, user, index] = parts[..] else { continue };
+            if let (Ok(number), Ok(user), Ok(index)) = (number.parse(), user.parse(), index.parse()) {
+                models.entry((number, user)).or_default().insert(index, fd);
+            }
+        }
+        models.into_iter().map(|((number, user), fds)| (number, user, fds.into_values().collect())).collect()
+    }
+
+    /// The keeper ends in good order: nothing is to be held any more.
+    pub(crate) fn end(&self) {
+        if let Self::Holder(_) = self {
+            let _ = self.tell("end", &[]);
+        }
+    }
+}
+
+/// The next descriptor that a holder has.
+fn next(socket: &OwnedFd) -> Option<(String, OwnedFd)> {
+    let mut text = [0; MAX_MESSAGE];
+    let got = receive_with_fds(socket, &mut text, RecvFlags::empty()).ok()?;
+    let name = std::str::from_utf8(&text[..got.len]).ok()?.to_owned();
+    Some((name, got.fds.into_iter().next()?))
+}
+
+/// Holds descriptors for keepers of the same user, one after the other, until one ends in good order, or until there is
+/// no keeper and nothing to hold.
+///
+/// # Errors
+/// The kernel's.
+pub fn hold(listener: &Listener) -> std::io::Result<()> {
+    let Some(socket) = listener.socket() else { return Ok(()) };
+    let mut held: Vec<(String, OwnedFd)> = Vec::new();
+    loop {
+        let keeper = match accept_with(socket, SocketFlags::CLOEXEC) {
+            Ok(keeper) => keeper,
+            Err(Errno::CONNABORTED | Errno::INTR) => continue,
+            Err(e) => return Err(e.into()),
+        };
+        if !socket_peercred(&keeper).is_ok_and(|peer| peer.uid == rustix::process::geteuid()) {
+            continue;
+        }
+        pass_rights(&keeper, true);
+        let mut text = [0; MAX_MESSAGE];
+        loop {
+            let got = match receive_with_fds(&keeper, &mut text, RecvFlags::empty()) {
+                Ok(got) if got.len > 0 => got,
+                _ => break,
+            };
+            let said = std::str::from_utf8(&text[..got.len]).unwrap_or_default();
+            match (said.split_once(' '), said) {
+                (Some(("put", name)), _) => held.extend(got.fds.into_iter().next().map(|fd| (name.to_owned(), fd))),
+                (Some(("remove", name)), _) => held.retain(|(known, _)| !known.starts_with(name)),
+                (_, "all") => {
+                    for (name, fd) in &held {
+                        let _ = send_with_fds(&keeper, name.as_bytes(), &[fd.as_fd()], SendFlags::empty());
+                    }
+                    // Without a descriptor: there are no more.
+                    let _ = send_with_fds(&keeper, b"end", &[], SendFlags::empty());
+                }
+                (_, "end") => return Ok(()),
+                _ => {}
+            }
+        }
+        if held.is_empty() {
+            return Ok(());
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! A client of a keeper.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dmalane_dma::{PeerError, check_peer, receive_with_fds, send_with_fds, trusted_users};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use thiserror::Error;
+
+use super::describe::KeptModel;
+use super::file::KeptFile;
+use super::wire::{Answer, Ask, Listed, MAX_FDS, MAX_MESSAGE, Message, Refusal, VERSION};
+use crate::manifest::Manifest;
+use crate::set::SetFile;
+
+/// What stands before the name of a kept model where a path is expected.
+const PREFIX: &str = "kept:";
+/// The variable that names the keeper's socket.
+const VARIABLE: &str = "DMALANE_KEEP";
+/// How long an answer may take.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a model is waited for whose bytes the keeper is comparing with its manifest.
+const CHECKED_WITHIN: Duration = Duration::from_millis(1500);
+
+/// Reason why a kept model cannot be had.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum KeepError {
+    /// No keeper answers.
+    #[error("no keeper answers at {} (dmalaned keep starts one)", path.display())]
+    NoKeeper {
+        /// Its socket.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// The keeper belongs to a user who is not trusted.
+    #[error("the keeper is not trusted")]
+    Peer(#[from] PeerError),
+    /// The keeper has refused.
+    #[error("{why}")]
+    Refused {
+        /// Why.
+        kind: Refusal,
+        /// In words.
+        why: String,
+    },
+    /// What has come is not what was promised.
+    #[error("{what}: {why}")]
+    Bad {
+        /// Which part of it.
+        what: String,
+        /// The defect.
+        why: String,
+    },
+    /// A model cannot be kept.
+    #[error("cannot {what}")]
+    System {
+        /// The attempt ("seal its memory").
+        what: &'static str,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+}
+
+/// The name in a path of the form `kept:NAME`, where there is no such file.
+pub fn name_in(path: &Path) -> Option<&str> {
+    path.to_str()?.strip_prefix(PREFIX).filter(|_| !path.exists())
+}
+
+/// The socket of the user's keeper: `DMALANE_KEEP`, or `dmalane/keep.sock` in `XDG_RUNTIME_DIR` or /run.
+pub fn socket_path() -> PathBuf {
+    let named = |variable| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+    named(VARIABLE)
+        .unwrap_or_else(|| named("XDG_RUNTIME_DIR").unwrap_or_else(|| PathBuf::from("/run")).join("dmalane/keep.sock"))
+}
+
+/// A model that was lent, and its memory.
+#[derive(Debug)]
+pub struct Attached {
+    /// What it is.
+    pub model: KeptModel,
+    files: Vec<SetFile>,
+    manifest: OwnedFd,
+}
+
+impl Attached {
+    /// Its files, in memory.
+    pub fn into_files(self) -> Vec<SetFile> {
+        self.files
+    }
+
+    /// Its manifest.
+    ///
+    /// # Errors
+    /// [`KeepError::Bad`] where it is not the one that its hash is of.
+    pub fn manifest(&self) -> Result<Manifest, KeepError> {
+        manifest_of(&self.model, &self.manifest)
+    }
+}
+
+/// The manifest of a kept model.
+///
+/// # Errors
+/// [`KeepError::Bad`] where it is not the one that its hash is of.
+pub(super) fn manifest_of(model: &KeptModel, fd: &OwnedFd) -> Result<Manifest, KeepError> {
+    let bad = |why: String| KeepError::Bad { what: format!("the manifest of {:?}", model.name), why };
+    let text = super::read_text(fd, crate::manifest::MAX_MANIFEST)?;
+    let manifest = Manifest::parse(&text).map_err(|e| bad(e.to_string()))?;
+    if manifest.id() != model.id {
+        return Err(bad(format!("its hash is {}, and not {}", manifest.id(), model.id)));
+    }
+    Ok(manifest)
+}
+
+/// Attaches to a model of the user's keeper. Nothing is read, copied or compared.
+///
+/// # Errors
+/// [`KeepError`].
+pub fn attach(name: &str) -> Result<Attached, KeepError> {
+    Keeper::connect(&socket_path())?.attach(name)
+}
+
+/// A connection to a keeper.
+#[derive(Debug)]
+pub struct Keeper {
+    socket: OwnedFd,
+    path: PathBuf,
+}
+
+impl Keeper {
+    /// Connects to the keeper of a socket, which must be this user's or root's.
+    ///
+    /// # Errors
+    /// [`KeepError::NoKeeper`], [`KeepError::Peer`].
+    pub fn connect(path: &Path) -> Result<Self, KeepError> {
+        let failed = |e: Errno| KeepError::NoKeeper { path: path.to_owned(), source: e.into() };
+        let address = SocketAddrUnix::new(path).map_err(failed)?;
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).map_err(failed)?;
+        for timeout in [Timeout::Recv, Timeout::Send] {
+            set_socket_timeout(&socket, timeout, Some(TIMEOUT)).map_err(failed)?;
+        }
+        rustix::net::connect(&socket, &address).map_err(failed)?;
+        check_peer(&socket, &trusted_users())?;
+        Ok(Self { socket, path: path.to_owned() })
+    }
+
+    fn send(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+        let failed = |source: std::io::Error| KeepError::NoKeeper { path: self.path.clone(), source };
+        let message = Message { version: VERSION, body: ask };
+        let text = serde_json::to_vec(&message).map_err(|e| failed(e.into()))?;
+        send_with_fds(&self.socket, &text, fds, SendFlags::empty()).map(drop).map_err(|e| failed(e.into()))
+    }
+
+    fn answer(&self) -> Result<(Answer, Vec<OwnedFd>), KeepError> {
+        let failed = |source: std::io::Error| KeepError::NoKeeper { path: self.path.clone(), source };
+        let mut text = [0; MAX_MESSAGE];
+        let got = receive_with_fds(&self.socket, &mut text, RecvFlags::empty()).map_err(|e| failed(e.into()))?;
+        let bad = |why: String| KeepError::Bad { what: format!("the answer of {}", self.path.display()), why };
+        if got.len == 0 {
+            return Err(failed(std::io::ErrorKind::UnexpectedEof.into()));
+        }
+        if got.is_cut {
+            return Err(bad("this process may not open as many descriptors (ulimit -n)".to_owned()));
+        }
+        let message: Message<Answer> =
+            serde_json::from_slice(&text[..got.len]).map_err(|e| bad(format!("it is not understood: {e}")))?;
+        match message.body {
+            Answer::Refused { kind, why } => Err(KeepError::Refused { kind, why }),
+            answer => Ok((answer, got.fds)),
+        }
+    }
+
+    fn ask(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<(Answer, Vec<OwnedFd>), KeepError> {
+        self.send(ask, fds)?;
+        self.answer()
+    }
+
+    /// Attaches to a model: its name, the beginning of its hash (8 digits or more), or `USER:NAME` for one that another
+    /// user shares.
+    ///
+    /// # Errors
+    /// [`KeepError`].
+    pub fn attach(&self, name: &str) -> Result<Attached, KeepError> {
+        let bad = |why: String| KeepError::Bad { what: format!("{PREFIX}{name}"), why };
+        let (begun, mut all) = (Instant::now(), Vec::new());
+        loop {
+            let ask = Ask::Attach { name: name.to_owned(), from: all.len() };
+            match self.ask(&ask, &[]) {
+                Ok((Answer::Lent { of }, fds)) if !fds.is_empty() => {
+                    all.extend(fds);
+                    if all.len() >= of {
+                        break;
+                    }
+                }
+                Ok((answer, _)) => return Err(bad(format!("the keeper's answer was {answer:?}"))),
+                Err(KeepError::Refused { kind: Refusal::Checking, .. }) if begun.elapsed() < CHECKED_WITHIN => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let mut all = all.into_iter();
+        let (Some(first), Some(manifest)) = (all.next(), all.next()) else {
+            return Err(bad("it has no description".to_owned()));
+        };
+        let model = KeptModel::read(&first)?;
+        if all.len() != model.files.len() {
+            return Err(bad(format!("it has {} files, and {} have come", model.files.len(), all.len())));
+        }
+        let file = |(entry, fd): (&super::KeptEntry, OwnedFd)| {
+            let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
+            let kept = Some(Arc::new(KeptFile::new(&path, fd, entry.bytes)?));
+            let listed = entry.listed.as_ref().map(|names| Arc::new(names.iter().cloned().collect::<BTreeSet<_>>()));
+            Ok(SetFile { path, listed, kept })
+        };
+        let files = model.files.iter().zip(all).map(file).collect::<Result<_, KeepError>>()?;
+        Ok(Attached { model, files, manifest })
+    }
+
+    /// Asks for room, which is this connection's.
+    ///
+    /// # Errors
+    /// [`KeepError`].
+    pub fn room(&self, bytes: u64) -> Result<(), KeepError> {
+        self.ask(&Ask::Room { bytes }, &[]).map(drop)
+    }
+
+    /// Has a model kept: its description, its manifest, and its files, all in sealed memfds.
+    ///
+    /// # Errors
+    /// [`KeepError`].
+    pub fn keep(&self, fds: &[OwnedFd]) -> Result<(), KeepError> {
+        let mut parts = fds.chunks(MAX_FDS).peekable();
+        while let Some(part) = parts.next() {
+            let fds: Vec<_> = part.iter().map(AsFd::as_fd).collect();
+            self.send(&Ask::Keep { more: parts.peek().is_some() }, &fds)?;
+        }
+        self.answer().map(drop)
+    }
+
+    /// Has one of the user's own models lent no more. Its memory is free once nobody is attached.
+    ///
+    /// # Errors
+    /// [`KeepError`].
+    pub fn drop_model(&self, name: &str) -> Result<(), KeepError> {
+        self.ask(&Ask::Drop { name: name.to_owned() }, &[]).map(drop)
+    }
+
+    /// The models that are lent to this user.
+    ///
+    /// # Errors
+    /// [`KeepError`].
+    pub fn list(&self) -> Result<Listed, KeepError> {
+        let bad = |why: String| KeepError::Bad { what: format!("the answer of {}", self.path.display()), why };
+        match self.ask(&Ask::List, &[])? {
+            (Answer::List, fds) if fds.len() == 1 => {
+                let text = super::read_text(&fds[0], u64::from(u32::MAX))?;
+                serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))
+            }
+            (answer, _) => Err(bad(format!("{answer:?}"))),
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! What a kept model is, as it says itself.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use serde::{Deserialize, Serialize};
+
+use super::client::KeepError;
+
+/// The version of the JSON.
+pub(super) const SCHEMA: u64 = 1;
+/// The longest description that is read: it may list each tensor of an index.
+const MAX_DESCRIPTION: u64 = 256 << 20;
+/// The longest name, in bytes.
+const MAX_NAME: usize = 200;
+
+/// A kept model.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct KeptModel {
+    /// The version of this JSON: 1.
+    pub schema: u64,
+    /// The name that its owner gave it.
+    pub name: String,
+    /// What it is: the hash of its manifest ([`Manifest::id`](crate::Manifest::id)).
+    pub id: String,
+    /// Whether it is lent to other users.
+    pub shared: bool,
+    /// Its files, each in a memfd of its own.
+    pub files: Vec<KeptEntry>,
+}
+
+/// A file of a kept model.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct KeptEntry {
+    /// Its name, without a folder.
+    pub name: String,
+    /// Its bytes.
+    pub bytes: u64,
+    /// The tensors that an index lists for it; the others do not count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listed: Option<Vec<String>>,
+    /// The file that it was read from.
+    pub from: Stamp,
+}
+
+/// A file as the kernel told it apart from all others, and from what it was before.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Stamp {
+    /// Device.
+    pub dev: u64,
+    /// Inode.
+    pub ino: u64,
+    /// Bytes.
+    pub len: u64,
+    /// When it was last written, in nanoseconds.
+    pub modified: i128,
+    /// When it was last changed in any way, in nanoseconds.
+    pub changed: i128,
+}
+
+impl Stamp {
+    /// Of a file.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn of(file: &File) -> std::io::Result<Self> {
+        let meta = file.metadata()?;
+        let nanoseconds = |seconds: i64, more: i64| i128::from(seconds) * 1_000_000_000 + i128::from(more);
+        Ok(Self {
+            dev: meta.dev(),
+            ino: meta.ino(),
+            len: meta.len(),
+            modified: nanoseconds(meta.mtime(), meta.mtime_nsec()),
+            changed: nanoseconds(meta.ctime(), meta.ctime_nsec()),
+        })
+    }
+}
+
+impl KeptModel {
+    /// The bytes of its files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes))
+    }
+
+    /// Reads the description of a kept model.
+    ///
+    /// # Errors
+    /// [`KeepError::Bad`].
+    pub fn read(fd: &OwnedFd) -> Result<Self, KeepError> {
+        let bad = |why: String| KeepError::Bad { what: "the description of a kept model".to_owned(), why };
+        let text = read_text(fd, MAX_DESCRIPTION)?;
+        let model: Self = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
+        if model.schema != SCHEMA {
+            return Err(bad(format!("it is of version {}, and not {SCHEMA}", model.schema)));
+        }
+        check_name(&model.name).map_err(bad)?;
+        if model.files.is_empty() {
+            return Err(bad("it has no files".to_owned()));
+        }
+        Ok(model)
+    }
+}
+
+/// Refuses what is no name of a kept model.
+///
+/// # Errors
+/// Why it is none.
+pub fn check_name(name: &str) -> Result<(), String> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "._-/".contains(c);
+    match name.len() {
+        1..=MAX_NAME if name.chars().all(fits) => Ok(()),
+        _ => Err(format!("{name:?} is no name: 1 to {MAX_NAME} letters, digits, \".\", \"_\", \"-\" and \"/\"")),
+    }
+}
+
+/// A sealed memfd that holds a text.
+///
+/// # Errors
+/// The kernel's.
+pub fn sealed_text(name: &str, text: &[u8]) -> std::io::Result<OwnedFd> {
+    let mut file = File::from(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+    file.write_all(text)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
+    Ok(file.into())
+}
+
+/// The text in a sealed memfd, from another process.
+///
+/// # Errors
+/// [`KeepError::Bad`] for a file that somebody may change, or of more than `most` bytes.
+pub fn read_text(fd: &OwnedFd, most: u64) -> Result<Vec<u8>, KeepError> {
+    let bad = |why: String| KeepError::Bad { what: "the text of a kept model".to_owned(), why };
+    // Asked first: of any other file, even its length may take for ever.
+    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| bad("it is no memfd".to_owned()))?;
+    if !seals.contains(SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW) {
+        return Err(bad("it is not sealed".to_owned()));
+    }
+    let file = File::from(fd.try_clone().map_err(|e| bad(e.to_string()))?);
+    let len = file.metadata().map_err(|e| bad(e.to_string()))?.len();
+    if len > most {
+        return Err(bad(format!("it has {len} bytes, and may have {most}")));
+    }
+    let mut text = vec![0; len as usize];
+    file.read_exact_at(&mut text, 0).map_err(|e| bad(e.to_string()))?;
+    Ok(text)
+}

@@ -1,0 +1,143 @@
+//! Reads a model into memory that a keeper holds.
+
+use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use dmalane_dma::MemfdHeap;
+use dmalane_file::{FileOptions, Mode};
+
+use super::client::{KeepError, Keeper, manifest_of, socket_path};
+use super::describe::{KeptEntry, KeptModel, SCHEMA, Stamp, check_name, sealed_text};
+use super::file::KeptFile;
+use crate::error::Error;
+use crate::fill::{Digest, Event, FilledBuf};
+use crate::manifest::{Manifest, hash_regions, refuse};
+use crate::model::{HostModel, ModelOptions};
+use crate::open_file::OpenFile;
+use crate::parallel::in_parallel;
+use crate::read::{Read, ReadOptions};
+use crate::set::{ModelSet, SetFile};
+
+/// How a model is kept.
+#[derive(Clone, Default)]
+pub struct KeepOptions {
+    /// Its name; by default that of its folder, or of its first file.
+    pub name: Option<String>,
+    /// Lend it to other users, too.
+    pub shared: bool,
+    /// Hashes that the files must have; without files it is no manifest.
+    pub manifest: Manifest,
+    /// Past the page cache or through it.
+    pub mode: Mode,
+    /// The keeper's socket; by default the user's ([`socket_path`]).
+    pub socket: Option<PathBuf>,
+}
+
+/// Reads the files of a model into sealed memory, hashes them, and gives them to a keeper. The room is asked for first.
+///
+/// # Errors
+/// [`Error`]; [`Error::Kept`] where the keeper refuses.
+pub fn keep<P: AsRef<Path>>(
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<KeptModel, Error> {
+    let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
+    let name = match (&options.name, paths.first()) {
+        (Some(name), _) => name.clone(),
+        (None, Some(path)) => name_of(path),
+        (None, None) => String::new(),
+    };
+    let no_name = |why| KeepError::Bad { what: "the name of the model".to_owned(), why };
+    check_name(&name).map_err(no_name)?;
+    let keeper = Keeper::connect(&options.socket.clone().unwrap_or_else(socket_path))?;
+    let set = ModelSet::of(&paths)?;
+    let files = in_parallel(set.files, |file| OpenFile::of(&file))?;
+    // Refuses what is no model.
+    let model_options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
+    HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), model_options)?;
+    let mut manifest = Manifest::unhashed(&files)?;
+    let lens = files.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>()?;
+    let expected = options.manifest.expect(files.iter().map(|file| &*file.path).zip(lens.iter().copied()))?;
+    keeper.room(lens.iter().fold(0, |sum, len| sum.saturating_add(*len)))?;
+    let mut read = ReadOptions { mode: options.mode, ..ReadOptions::default() };
+    let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
+    regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
+    read.fill.hash_regions = Some(Arc::new(regions));
+    let stamp = |file: &OpenFile| {
+        let stamp = file.file().map(|file| Stamp::of(&file))?;
+        stamp.map_err(|source| file.error("read its size", source))
+    };
+    let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
+    let sources = files.iter().map(OpenFile::again).collect();
+    let read = Read::sources(sources).options(read).watch(watch).into_memory(&MemfdHeap::importable(None))?;
+    for (file, before) in files.iter().zip(&before) {
+        let now = stamp(file)?;
+        if now != *before {
+            return Err(Error::Changed { path: file.path.clone(), before: before.len, now: now.len });
+        }
+    }
+    manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
+    let mut differences = Vec::new();
+    for (expected, found) in expected.iter().zip(&manifest.files) {
+        for region in expected.iter().flat_map(|file| &file.regions) {
+            let same = found.regions.iter().find(|of| (of.start, of.end) == (region.start, region.end));
+            // Regions that the file does not have differ, too.
+            let other = Digest { xxh3: !region.digest.xxh3, sha256: None };
+            let digest = same.map_or(&other, |of| &of.digest);
+            differences.extend(expected.and_then(|file| file.differs(region, digest)));
+        }
+    }
+    drop(expected);
+    refuse(differences)?;
+    let system = |what| move |source| KeepError::System { what, source };
+    let sealed = read.filled.buffers.into_iter().map(|buffer| buffer.into_shared().seal());
+    let memory = sealed.collect::<Result<Vec<_>, _>>().map_err(system("seal its memory"))?;
+    let entry = |((file, from), bytes): ((&OpenFile, Stamp), &u64)| KeptEntry {
+        name: crate::blob::name(&file.path),
+        bytes: *bytes,
+        listed: file.listed.as_ref().map(|names| names.iter().cloned().collect()),
+        from,
+    };
+    let files = files.iter().zip(before).zip(&lens).map(entry).collect();
+    let model = KeptModel { schema: SCHEMA, name, id: manifest.id(), shared: options.shared, files };
+    let text = serde_json::to_vec(&model).map_err(|e| system("describe it")(e.into()))?;
+    let mut fds = Vec::new();
+    for text in [&text[..], manifest.to_json().as_bytes()] {
+        fds.push(sealed_text("dmalane-kept", text).map_err(system("describe it"))?);
+    }
+    fds.extend(memory);
+    keeper.keep(&fds)?;
+    Ok(model)
+}
+
+/// Compares the bytes of a kept model with its manifest, and that with its hash.
+///
+/// # Errors
+/// [`Error::Differs`]; [`Error::Kept`] where it is no kept model.
+pub fn check(fds: Vec<OwnedFd>) -> Result<(), Error> {
+    let mut fds = fds.into_iter();
+    let bad = |why: &str| KeepError::Bad { what: "a kept model".to_owned(), why: why.to_owned() };
+    let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description"))?;
+    let model = KeptModel::read(&first)?;
+    let manifest = manifest_of(&model, &manifest)?;
+    let mut inputs = Vec::new();
+    for (entry, fd) in model.files.iter().zip(fds) {
+        let kept = KeptFile::new(&entry.name, fd, entry.bytes)?;
+        let file =
+            OpenFile::of(&SetFile { path: PathBuf::from(&entry.name), listed: None, kept: Some(Arc::new(kept)) })?;
+        inputs.push(file.into_input(FileOptions::default())?);
+    }
+    refuse(manifest.verify(&mut inputs, true, &mut |_| ControlFlow::Continue(()))?)
+}
+
+/// The name of a model that has none: that of its folder or file, with other characters replaced.
+fn name_of(path: &Path) -> String {
+    let named = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let stem = if named.is_dir() { named.file_name() } else { named.file_stem() };
+    // A name in the local cache of Hugging Face's libraries stays as it is.
+    let text = if path.exists() { stem.unwrap_or_default().to_string_lossy() } else { path.to_string_lossy() };
+    text.chars().map(|c| if c.is_ascii_alphanumeric() || "._-/".contains(c) { c } else { '-' }).collect()
+}

@@ -1,0 +1,21 @@
+//! Models that stay in memory: a keeper (`dmalaned keep`) lends them to any process, which reads and copies nothing.
+//!
+//! A kept model is a few memfds: one that describes it in JSON ([`KeptModel`]), its [manifest](crate::Manifest), and
+//! one for each of its files, with the file's bytes. All are sealed: nobody can write to them, shorten them or punch
+//! holes. Who attaches gets them in one message, and maps them. As a path, `kept:NAME` stands for the files of such a
+//! model wherever files of models are named ([`ModelSet::find`](crate::ModelSet::find)).
+//!
+//! The keeper opens each memfd anew for whoever attaches, and locks what it has opened (flock(2)). The kernel holds
+//! such a lock until the last descriptor and the last mapping are gone. So who is attached is counted by the kernel,
+//! also over the death of a client, and of the keeper.
+
+mod client;
+mod describe;
+mod file;
+mod keep;
+pub mod wire;
+
+pub use client::{Attached, KeepError, Keeper, attach, name_in, socket_path};
+pub use describe::{KeptEntry, KeptModel, Stamp, check_name, read_text, sealed_text};
+pub use file::KeptFile;
+pub use keep::{KeepOptions, check, keep};

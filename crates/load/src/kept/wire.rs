@@ -1,0 +1,130 @@
+//! The messages between a keeper and its clients: JSON, a message each, over a Unix socket of type SEQPACKET.
+
+use serde::{Deserialize, Serialize};
+
+/// The version of the protocol.
+pub const VERSION: u32 = 1;
+/// The longest message.
+pub const MAX_MESSAGE: usize = 4096;
+/// Most descriptors of a message.
+pub const MAX_FDS: usize = 250;
+
+/// A message with the version of who sends it.
+#[derive(Serialize, Deserialize, Debug)]
+pub struct Message<T> {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The message.
+    #[serde(flatten)]
+    pub body: T,
+}
+
+/// A question of a client.
+#[derive(Serialize, Deserialize, Debug)]
+#[serde(tag = "ask", rename_all = "snake_case")]
+pub enum Ask {
+    /// Lends a model: descriptors from number `from` on (the description, the manifest, the files).
+    Attach {
+        /// Its name, the beginning of its hash, or `USER:NAME`.
+        name: String,
+        /// The first descriptor that is wanted.
+        from: usize,
+    },
+    /// Makes room for a model, which stays this connection's until it is kept or the connection ends.
+    Room {
+        /// Bytes of its files.
+        bytes: u64,
+    },
+    /// Keeps a model, whose descriptors come with this message, and the ones after it while there are `more`.
+    Keep {
+        /// Further messages follow.
+        more: bool,
+    },
+    /// Lends a model no more; who is attached keeps it.
+    Drop {
+        /// As of [`Ask::Attach`]; of the user's own.
+        name: String,
+    },
+    /// Lists what is lent to this user.
+    List,
+}
+
+/// An answer of the keeper.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+#[serde(tag = "answer", rename_all = "snake_case")]
+pub enum Answer {
+    /// Done.
+    Done,
+    /// The descriptors come with it.
+    Lent {
+        /// How many there are in all.
+        of: usize,
+    },
+    /// A sealed memfd with the list comes with it: a [`Listed`] as JSON.
+    List,
+    /// It is not done.
+    Refused {
+        /// Why.
+        kind: Refusal,
+        /// The same in words.
+        why: String,
+    },
+}
+
+/// Why something is refused.
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+pub enum Refusal {
+    /// No such model.
+    Absent,
+    /// Several models.
+    Ambiguous,
+    /// Another model has this name.
+    Taken,
+    /// No room.
+    Room,
+    /// Its bytes are being compared with its manifest: ask again.
+    Checking,
+    /// Not as it should be.
+    Bad,
+}
+
+/// What a keeper holds, for [`Ask::List`].
+#[derive(Serialize, Deserialize, Debug, Clone, Default)]
+pub struct Listed {
+    /// The models.
+    pub models: Vec<ListedModel>,
+    /// Bytes of all models, also those of other users.
+    pub used: u64,
+    /// The limit.
+    pub limit: u64,
+    /// Since the keeper began: models that were attached to, and that were asked for and not there.
+    pub hits: u64,
+    /// See `hits`.
+    pub misses: u64,
+    /// Models that made room for others.
+    pub evicted: u64,
+}
+
+/// A model that is kept.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub struct ListedModel {
+    /// Its name.
+    pub name: String,
+    /// Its hash.
+    pub id: String,
+    /// Whose it is.
+    pub user: u32,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// Files.
+    pub files: usize,
+    /// Lent to other users.
+    pub shared: bool,
+    /// Somebody is attached.
+    pub attached: bool,
+    /// How often it was attached to.
+    pub attaches: u64,
+    /// Seconds since it was last attached to or kept.
+    pub idle_s: u64,
+}
