@@ -109,6 +109,7 @@ impl Keeper {
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), KeeperError> {
         let Some(socket) = listener.socket() else { return Ok(()) };
         rustix::io::ioctl_fionbio(socket, true)?;
+        pass_rights(socket, true);
         let mut rest = None::<Instant>;
         loop {
             rest = rest.filter(|until| Instant::now() < *until);

@@ -30,6 +30,11 @@ impl Tensor {
         element_bits(&self.dtype)
     }
 
+    /// Whether it lies in the file at a multiple of its elements.
+    pub(crate) fn is_aligned(&self) -> bool {
+        self.at.bits().is_multiple_of(self.element_bytes())
+    }
+
     /// Whole bytes of an element; 1 where those are none, or not known.
     pub(crate) fn element_bytes(&self) -> u64 {
         self.element_bits().map_or(1, |bits| u64::from(bits) / 8).max(1)

@@ -90,6 +90,12 @@ impl ModelFile {
         self.kept.as_ref().filter(|_| self.expected.is_none()).map(|kept| &kept.block)
     }
 
+    /// Whether two tensors may have one plan: of a kept file, both lie in memory as they are to be, or both are copied.
+    pub(super) fn are_alike(&self, a: usize, b: usize) -> bool {
+        let is_aligned = |n: usize| self.contents.tensors[n].is_aligned();
+        self.kept().is_none() || is_aligned(a) == is_aligned(b)
+    }
+
     /// The tensors that an index lists for it.
     pub(super) fn listed(&self) -> Option<&BTreeSet<String>> {
         self.listed.as_deref()

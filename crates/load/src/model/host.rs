@@ -233,12 +233,20 @@ impl HostModel {
         if align.is_some_and(|align| !align.is_power_of_two() || align > PAGE) {
             return Err(Error::BadSlice("align is a power of two of at most 4096".to_owned()));
         }
-        let plan = |(i, file): (usize, &ModelFile)| Ok((i, reader.plan(i, 0..file.contents().tensors.len(), align)?));
-        let plans = reader.files.iter().enumerate().map(plan).collect::<Result<Vec<(usize, Plan)>, Error>>()?;
+        let mut plans: Vec<(usize, Plan)> = Vec::new();
+        for (i, file) in reader.files.iter().enumerate() {
+            let (mut first, all) = (0, file.contents().tensors.len());
+            while first < all {
+                let end = (first..all).find(|n| !file.are_alike(first, *n)).unwrap_or(all);
+                plans.push((i, reader.plan(i, first..end, align)?));
+                first = end;
+            }
+        }
         let blocks = reader.read(&plans, reader.charge(&plans)?, watch)?;
         let mut tensors = Vec::new();
         for ((file, plan), block) in plans.iter().zip(blocks) {
-            for (tensor, place) in reader.files[*file].contents().tensors.iter().zip(&plan.places) {
+            let of = &reader.files[*file].contents().tensors[plan.tensors.clone()];
+            for (tensor, place) in of.iter().zip(&plan.places) {
                 tensors.push(HostTensor::new(tensor, tensor.dims(), block.clone(), *place, tensor.len));
             }
         }

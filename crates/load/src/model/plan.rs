@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::block::Block;
-use crate::container::{Model, Tensor};
+use crate::container::Model;
 use crate::fill::Extent;
 
 /// The page that direct I/O wants memory and file offsets to agree on.
@@ -60,11 +60,10 @@ impl Plan {
 
     /// Tensors of a file that memory holds. `None` where one of them is not aligned to its elements there.
     pub fn kept(model: &Model, tensors: Range<usize>, block: &Arc<Block>) -> Option<Self> {
-        let is_aligned = |tensor: &Tensor| tensor.at.bits().is_multiple_of(tensor.element_bytes());
         let of = &model.tensors[tensors.clone()];
         let places = of.iter().map(|tensor| tensor.at.bits()).collect();
         let plan = Self { tensors, places, extents: Vec::new(), len: 0, kept: Some(block.clone()) };
-        of.iter().all(|tensor| is_aligned(tensor)).then_some(plan)
+        of.iter().all(|tensor| tensor.is_aligned()).then_some(plan)
     }
 
     /// Bytes of memory that its buffer takes, in pages.

@@ -142,7 +142,11 @@ fn produce(
         let mut first = 0;
         while let Some(start) = (first..tensors.len()).find(wanted) {
             let (mut end, mut bytes) = (start + 1, tensors[start].len);
-            while end < tensors.len() && wanted(&end) && bytes.saturating_add(tensors[end].len) <= most {
+            while end < tensors.len()
+                && wanted(&end)
+                && source.are_alike(start, end)
+                && bytes.saturating_add(tensors[end].len) <= most
+            {
                 bytes += tensors[end].len;
                 end += 1;
             }

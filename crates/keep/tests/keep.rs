@@ -1,0 +1,387 @@
+//! A keeper and its clients, in one process.
+
+use std::fs::File;
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dmalane_dma::{receive_with_fds, send_with_fds};
+use dmalane_keep::{Config, Keeper, KeeperError, Listener};
+use dmalane_load::kept::wire::{Answer, Message, Refusal};
+use dmalane_load::kept::{self, KeepError, KeepOptions, KeptModel};
+use dmalane_load::{Error, HostModel, Manifest, ModelOptions, OpenFile, write_sample};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType};
+
+/// A keeper of this process, which ends with it.
+struct Served {
+    folder: tempfile::TempDir,
+    stop: Option<UnixStream>,
+    keeper: Option<JoinHandle<Result<(), KeeperError>>>,
+    log: Arc<Mutex<Vec<String>>>,
+}
+
+impl Served {
+    fn new(config: Config) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = Listener::bind(&folder.path().join("socket"), 0o600).unwrap();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let lines = log.clone();
+        let keeper = Keeper::new(config, move |line| lines.lock().unwrap().push(line.to_owned()));
+        let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
+        Self { folder, stop: Some(stop), keeper: Some(keeper), log }
+    }
+
+    fn of_bytes(memory: u64) -> Self {
+        Self::new(Config { memory, ..Config::default() })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("socket")
+    }
+
+    fn client(&self) -> kept::Keeper {
+        kept::Keeper::connect(&self.socket()).unwrap()
+    }
+
+    /// A sample of some bytes.
+    fn sample(&self, name: &str, bytes: u64, seed: u64) -> PathBuf {
+        let path = self.folder.path().join(format!("{name}.safetensors"));
+        write_sample(&mut File::create(&path).unwrap(), bytes, seed).unwrap();
+        path
+    }
+
+    fn keep(&self, path: &Path, more: KeepOptions) -> Result<KeptModel, Error> {
+        let options = KeepOptions { socket: Some(self.socket()), ..more };
+        kept::keep([path], &options, |_| ControlFlow::Continue(()))
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.client().list().unwrap().models.into_iter().map(|model| model.name).collect()
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        self.keeper.take().unwrap().join().unwrap().unwrap();
+    }
+}
+
+fn open(client: &kept::Keeper, name: &str, options: ModelOptions) -> HostModel {
+    let files = client.attach(name).unwrap().into_files();
+    HostModel::of_files(files.iter().map(|file| OpenFile::of(file).unwrap()), options).unwrap()
+}
+
+fn watch(_: dmalane_load::fill::Event) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+#[test]
+fn who_attaches_has_the_tensors_without_reading_them() {
+    let served = Served::of_bytes(1 << 30);
+    let path = served.sample("m", 4 << 20, 1);
+    let model = served.keep(&path, KeepOptions::default()).unwrap();
+    assert_eq!((&*model.name, model.files.len()), ("m", 1));
+    let read = HostModel::open([&path], ModelOptions::default()).unwrap();
+    // No memory is charged, however little there may be.
+    let limit = ModelOptions { memory_limit: Some(64 << 10), ..ModelOptions::default() };
+    let lent = open(&served.client(), "m", limit);
+    let all = lent.read_all(None, &mut watch).unwrap();
+    for tensor in &all {
+        let name = &tensor.tensor.name;
+        assert_eq!(tensor.to_vec(), read.read(name, &mut watch).unwrap().to_vec(), "{name}");
+        let again = lent.read(name, &mut watch).unwrap();
+        let at = |of: &dmalane_load::HostTensor| of.as_volatile_slice().as_ptr();
+        assert_eq!(at(&again) == at(tensor), tensor.block.is_kept(), "{name}: the same memory");
+        assert!(tensor.block.is_kept() || tensor.len < 1024, "{name}");
+    }
+    assert!(lent.memory().0 <= 4096, "only what lies badly is copied");
+    // Also one after the other, and in slices that lie together.
+    assert_eq!(
+        lent.stream(None).unwrap().map(|tensor| tensor.unwrap().len).sum::<usize>(),
+        all.iter().map(|t| t.len).sum::<usize>()
+    );
+    let first = all.iter().find(|tensor| tensor.shape.len() == 2 && tensor.len > 1024).unwrap();
+    let (name, bytes) = (&first.tensor.name, first.len as u64 / first.shape[1]);
+    let part = lent.slice(name, &[0..1, 2..10], vec![8], &mut watch).unwrap();
+    let at = first.as_volatile_slice().as_ptr().wrapping_add(2 * bytes as usize);
+    assert_eq!((part.as_volatile_slice().as_ptr(), part.len as u64), (at, 8 * bytes));
+}
+
+#[test]
+fn tensors_that_lie_badly_are_copied() {
+    let served = Served::of_bytes(1 << 30);
+    let path = served.folder.path().join("odd.safetensors");
+    // The header has an odd length, so no F32 lies at a multiple of 4.
+    let mut header = br#"{"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#.to_vec();
+    header.resize(header.len() + (9 - header.len() % 8), b' ');
+    let mut file = File::create(&path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(&header).unwrap();
+    file.write_all(&[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    served.keep(&path, KeepOptions::default()).unwrap();
+    let tensor = open(&served.client(), "odd", ModelOptions::default()).read("t", &mut watch).unwrap();
+    assert_eq!(tensor.to_vec(), [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert!(tensor.as_volatile_slice().as_ptr().addr().is_multiple_of(4));
+    assert!(!tensor.block.is_kept());
+}
+
+#[test]
+fn a_hash_names_it_and_its_manifest_is_right() {
+    let served = Served::of_bytes(1 << 30);
+    let path = served.sample("a", 1 << 20, 1);
+    let model = served.keep(&path, KeepOptions::default()).unwrap();
+    let mut inputs = [dmalane_load::open_file(&path, Default::default()).unwrap()];
+    let manifest = Manifest::of(&mut inputs, true, &mut |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!(manifest.id(), model.id, "with or without SHA-256");
+    let lent = served.client().attach(&model.id[..8]).unwrap();
+    assert_eq!(lent.manifest().unwrap().id(), model.id);
+    assert!(matches!(served.client().attach(&model.id[..7]), Err(KeepError::Refused { kind: Refusal::Absent, .. })));
+    // A manifest of other bytes keeps nothing.
+    let other = served.sample("b", 1 << 20, 2);
+    std::fs::rename(&other, served.folder.path().join("a.safetensors")).unwrap();
+    let wrong = served
+        .keep(&path, KeepOptions { manifest: manifest.clone(), name: Some("w".into()), ..KeepOptions::default() });
+    assert!(matches!(wrong, Err(Error::Differs { .. })), "{wrong:?}");
+    assert_eq!(served.names(), ["a"]);
+    // Nor does what is no model, or has no name.
+    let junk = served.folder.path().join("junk.safetensors");
+    std::fs::write(&junk, b"no header").unwrap();
+    assert!(served.keep(&junk, KeepOptions::default()).is_err());
+    for name in ["", "a b", "a:b", "ä"] {
+        assert!(
+            served.keep(&path, KeepOptions { name: Some(name.into()), ..KeepOptions::default() }).is_err(),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn who_is_attached_keeps_it_and_others_make_room() {
+    let served = Served::of_bytes(7 << 20);
+    let models: Vec<PathBuf> = ["a", "b", "c", "d"].map(|name| served.sample(name, 2 << 20, 1)).into();
+    for path in &models[..3] {
+        served.keep(path, KeepOptions::default()).unwrap();
+    }
+    assert_eq!(served.names(), ["a", "b", "c"]);
+    let tensors = open(&served.client(), "a", ModelOptions::default()).read_all(None, &mut watch).unwrap();
+    // The oldest one is in use by its mapping alone; the next oldest goes.
+    served.keep(&models[3], KeepOptions::default()).unwrap();
+    assert_eq!(served.names(), ["a", "c", "d"]);
+    let list = served.client().list().unwrap();
+    assert_eq!((list.evicted, list.models[0].attached, list.models[1].attached), (1, true, false));
+    let bytes: Vec<Vec<u8>> = tensors.iter().map(dmalane_load::HostTensor::to_vec).collect();
+    served.client().drop_model("a").unwrap();
+    assert!(tensors.iter().zip(&bytes).all(|(tensor, bytes)| tensor.to_vec() == *bytes), "it is still there");
+    // Nothing makes room for what can never fit.
+    let big = served.sample("big", 8 << 20, 1);
+    let error = served.keep(&big, KeepOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("do not fit"), "{error}");
+    assert_eq!(served.names(), ["c", "d"]);
+    // Nor while all are in use.
+    let _held = ["c", "d"].map(|name| served.client().attach(name).unwrap());
+    let six = served.sample("six", 6 << 20, 1);
+    assert!(served.keep(&six, KeepOptions::default()).is_err());
+    assert_eq!(served.names(), ["c", "d"]);
+}
+
+#[test]
+fn a_new_model_takes_the_place_of_its_name() {
+    let served = Served::of_bytes(1 << 30);
+    let named = || KeepOptions { name: Some("m".to_owned()), ..KeepOptions::default() };
+    let first = served.keep(&served.sample("a", 1 << 20, 1), named()).unwrap();
+    let before = served.client().attach("m").unwrap();
+    let second = served.keep(&served.sample("b", 1 << 20, 2), named()).unwrap();
+    assert_ne!(first.id, second.id);
+    assert_eq!(served.client().attach("m").unwrap().model.id, second.id);
+    assert_eq!((before.model.id.clone(), before.manifest().unwrap().id()), (first.id.clone(), first.id));
+    assert_eq!(served.names(), ["m"]);
+}
+
+/// A model as its owner describes it, with sealed memory of some bytes.
+fn described(model: &KeptModel, manifest: &[u8], files: &[&[u8]]) -> Vec<OwnedFd> {
+    let texts = [serde_json::to_vec(model).unwrap(), manifest.to_vec()];
+    let mut fds: Vec<OwnedFd> = texts.iter().map(|text| kept::sealed_text("text", text).unwrap()).collect();
+    for bytes in files {
+        let mut file = bytes.to_vec();
+        file.resize(file.len().next_multiple_of(4096), 0);
+        fds.push(kept::sealed_text("file", &file).unwrap());
+    }
+    fds
+}
+
+#[test]
+fn what_is_shared_is_hashed_first() {
+    let served = Served::of_bytes(1 << 30);
+    let path = served.sample("s", 1 << 20, 1);
+    let right = served.keep(&path, KeepOptions { shared: true, ..KeepOptions::default() }).unwrap();
+    served.client().attach("s").unwrap();
+    // The same manifest over other bytes.
+    let mut inputs = [dmalane_load::open_file(&path, Default::default()).unwrap()];
+    let manifest = Manifest::of(&mut inputs, false, &mut |_| ControlFlow::Continue(())).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    let wrong = KeptModel { name: "wrong".to_owned(), ..right.clone() };
+    served.client().keep(&described(&wrong, manifest.to_json().as_bytes(), &[&bytes])).unwrap();
+    let start = Instant::now();
+    while served.names().contains(&"wrong".to_owned()) {
+        let attached = served.client().attach("wrong");
+        assert!(matches!(attached, Err(KeepError::Refused { .. })), "{attached:?}");
+        assert!(start.elapsed() < Duration::from_secs(60));
+    }
+    assert!(served.log.lock().unwrap().iter().any(|line| line.contains("\"wrong\"") && line.contains("goes")));
+    // And another manifest under the same hash.
+    let mut edited = manifest.clone();
+    edited.files[0].regions[0].digest.xxh3 ^= 1;
+    let wrong = KeptModel { name: "edited".to_owned(), ..right };
+    served.client().keep(&described(&wrong, edited.to_json().as_bytes(), &[&std::fs::read(&path).unwrap()])).unwrap();
+    while served.names().contains(&"edited".to_owned()) {
+        assert!(start.elapsed() < Duration::from_secs(60));
+    }
+}
+
+/// A socket to the keeper that speaks no protocol.
+fn raw(served: &Served) -> OwnedFd {
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(served.socket()).unwrap()).unwrap();
+    rustix::net::sockopt::set_socket_timeout(
+        &socket,
+        rustix::net::sockopt::Timeout::Recv,
+        Some(Duration::from_secs(60)),
+    )
+    .unwrap();
+    socket
+}
+
+/// What the keeper answers; `None` at the end of the connection.
+fn answered(socket: &OwnedFd) -> Option<Answer> {
+    let mut text = [0; 8192];
+    let got = receive_with_fds(socket, &mut text, RecvFlags::empty()).ok()?;
+    (got.len > 0).then(|| serde_json::from_slice::<Message<Answer>>(&text[..got.len]).unwrap().body)
+}
+
+#[test]
+fn hostile_clients_are_refused_and_change_nothing() {
+    let served = Served::of_bytes(64 << 20);
+    let path = served.sample("m", 1 << 20, 1);
+    let model = served.keep(&path, KeepOptions::default()).unwrap();
+    let say = |text: &[u8], fds: &[OwnedFd]| {
+        let socket = raw(&served);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        send_with_fds(&socket, text, &fds, SendFlags::empty()).unwrap();
+        answered(&socket)
+    };
+    let is_bad = |answer: Option<Answer>| matches!(answer, Some(Answer::Refused { kind: Refusal::Bad, .. }));
+    for text in ["x", "{}", r#"{"version":1}"#, r#"{"version":1,"ask":"other"}"#, r#"{"version":2,"ask":"list"}"#] {
+        assert!(is_bad(say(text.as_bytes(), &[])), "{text}");
+    }
+    assert!(is_bad(say(&[b'x'; 8000], &[])));
+    let keep = br#"{"version":1,"ask":"keep","more":false}"#;
+    let (pipe, _end) = rustix::pipe::pipe().unwrap();
+    let open = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&open, 4096).unwrap();
+    let short = KeptModel { name: "x".to_owned(), ..model.clone() };
+    let none = KeptModel { files: Vec::new(), ..short.clone() };
+    let path_in_name = KeptModel { name: "../x y".to_owned(), ..model.clone() };
+    for (what, fds) in [
+        ("nothing", vec![]),
+        ("a pipe", vec![pipe]),
+        ("memory that is not sealed", vec![open]),
+        ("no JSON", vec![kept::sealed_text("t", b"{").unwrap()]),
+        ("a file too few", described(&short, b"", &[])),
+        ("a file too many", described(&short, b"", &[b"1", b"2"])),
+        ("no files", described(&none, b"", &[])),
+        ("a bad name", described(&path_in_name, b"", &[b"1"])),
+    ] {
+        assert!(is_bad(say(keep, &fds)), "{what}");
+    }
+    // A model that is beyond the limit, and room for one.
+    let huge = rustix::fs::memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&huge, 1 << 40).unwrap();
+    let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW;
+    rustix::fs::fcntl_add_seals(&huge, seals).unwrap();
+    let mut fds = described(&short, b"", &[]);
+    fds.push(huge);
+    let refused = say(keep, &fds);
+    assert!(matches!(refused, Some(Answer::Refused { kind: Refusal::Room, .. })), "{refused:?}");
+    for bytes in [65 << 20, u64::MAX] {
+        let refused = say(format!(r#"{{"version":1,"ask":"room","bytes":{bytes}}}"#).as_bytes(), &[]);
+        assert!(matches!(refused, Some(Answer::Refused { kind: Refusal::Room, .. })), "{refused:?}");
+    }
+    // Room is promised for as long as the connection lasts.
+    let first = served.client();
+    first.room(60 << 20).unwrap();
+    assert!(served.client().room(10 << 20).is_err());
+    drop(first);
+    let start = Instant::now();
+    while served.client().room(10 << 20).is_err() {
+        assert!(start.elapsed() < Duration::from_secs(60));
+    }
+    // Who never reads is not waited for, and who attaches meanwhile is served.
+    let silent = raw(&served);
+    while rustix::net::send(&silent, br#"{"version":1,"ask":"list"}"#, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
+        .is_ok()
+    {}
+    let start = Instant::now();
+    assert_eq!(served.client().attach("m").unwrap().model, model);
+    assert!(start.elapsed() < Duration::from_secs(2));
+    // Many who connect and say nothing.
+    let idle: Vec<OwnedFd> = (0..100).map(|_| raw(&served)).collect();
+    assert_eq!(served.names(), ["m"]);
+    drop(idle);
+}
+
+#[test]
+fn what_is_lent_cannot_be_changed() {
+    let served = Served::of_bytes(64 << 20);
+    let path = served.sample("m", 1 << 20, 1);
+    served.keep(&path, KeepOptions::default()).unwrap();
+    let files = served.client().attach("m").unwrap().into_files();
+    let file = OpenFile::of(&files[0]).unwrap().file().unwrap();
+    let again = std::os::fd::AsRawFd::as_raw_fd(&*file);
+    let writable = File::options().read(true).write(true).open(format!("/proc/self/fd/{again}"));
+    for fd in [Some(&*file), writable.as_ref().ok()].into_iter().flatten() {
+        assert!(rustix::io::pwrite(fd, b"x", 0).is_err(), "written");
+        assert!(rustix::fs::ftruncate(fd, 0).is_err(), "cut");
+        let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        assert!(rustix::fs::fallocate(fd, punch, 0, 4096).is_err(), "punched");
+        assert!(rustix::fs::fcntl_add_seals(fd, SealFlags::FUTURE_WRITE).is_err(), "sealed");
+    }
+    // A write to the tensors is this process's alone.
+    let model = open(&served.client(), "m", ModelOptions::default());
+    let name = model.tensors().next().unwrap().name.clone();
+    let tensor = model.read(&name, &mut watch).unwrap();
+    let before = tensor.to_vec();
+    tensor.as_volatile_slice().sub(0, 1).unwrap().write(&[!before[0]]);
+    let other = open(&served.client(), "m", ModelOptions::default()).read(&name, &mut watch).unwrap();
+    assert_eq!(other.to_vec(), before);
+}
+
+#[test]
+fn a_model_of_many_files_comes_in_several_messages() {
+    let served = Served::of_bytes(256 << 20);
+    let folder = served.folder.path().join("many");
+    std::fs::create_dir(&folder).unwrap();
+    for n in 1..=300 {
+        let mut header = format!(r#"{{"t{n}":{{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}}}"#).into_bytes();
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let mut file = File::create(folder.join(format!("m-{n:05}-of-00300.safetensors"))).unwrap();
+        file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+        file.write_all(&header).unwrap();
+        file.write_all(&[1, 2, (n % 256) as u8]).unwrap();
+    }
+    let model = served.keep(&folder, KeepOptions::default()).unwrap();
+    assert_eq!((model.files.len(), &*model.name), (300, "many"));
+    let lent = open(&served.client(), "many", ModelOptions::default());
+    for n in [1, 250, 300] {
+        assert_eq!(lent.read(&format!("t{n}"), &mut watch).unwrap().to_vec(), [1, 2, (n % 256) as u8]);
+    }
+}
