@@ -12,7 +12,7 @@ from ._arguments import parse_size
 from ._frameworks import device_name
 from ._last import last_report
 from ._lend import Prefetch, Slice, safe_open
-from ._load import alloc_and_read, load, load_file, load_into
+from ._load import alloc_and_read, attach, load, load_file, load_into
 from ._native import Buffer, Device, DeviceTensor, Registration, Tensor, __version__
 from ._save import manifest, save_file, verify
 from .errors import *  # noqa: F403
@@ -34,6 +34,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "alloc_and_read",
+    "attach",
     "errors",
     "last_report",
     "load",

@@ -59,7 +59,10 @@ def _numpy() -> Callable[[Tensor], Any]:
             return tensor
         if tensor.nbytes == 0:
             return numpy.empty(tensor.shape, dtype)
-        return numpy.ndarray(tensor.shape, dtype, tensor)
+        array = numpy.ndarray(tensor.shape, dtype, tensor)
+        if tensor.kept:
+            array.flags.writeable = False
+        return array
 
     return convert
 

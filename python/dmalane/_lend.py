@@ -160,6 +160,8 @@ class safe_open:
         devices PyTorch moves each tensor when it has been read.
     backend: of safetensors; it is checked, and changes nothing, since no tensor is a mapping of a file.
 
+    keep: attach to the model in the memory of the keeper, as `load_file` has it.
+
     Memory counts until the last array over it dies, or `Tensor.release()`. A loop variable keeps a tensor while the
     next one is read, so the limit holds at least two of the largest tensors. With `verify`, a manifest, headers are
     compared here, and each tensor when it is read; slices are refused.
@@ -175,11 +177,15 @@ class safe_open:
         memory_limit: int | str | None = None,
         direct: bool | None = None,
         verify: Manifest | None = None,
+        keep: bool = False,
+        _files: Files | None = None,
     ) -> None:
         check_backend(backend)
         self._framework, self._device = framework, device
         self._to = _target(framework, device)
-        self._files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
+        self._files = _files or Files(
+            paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify), keep=keep
+        )
         self._made: OnHost | OnGpu | None = None
         self._paths = self._files.paths()
         self._starts: dict[str, int] = {}

@@ -27,6 +27,7 @@ def load_file(
     memory_limit: int | str | None = None,
     direct: bool | None = None,
     verify: Manifest | None = None,
+    keep: bool = False,
     progress: Progress | bool | None = None,
 ) -> dict[str, Tensor]: ...
 @overload
@@ -48,6 +49,7 @@ def load_file(
     memory_limit: int | str | None = None,
     direct: bool | None = None,
     verify: Manifest | None = None,
+    keep: bool = False,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]: ...
 def load_file(
@@ -59,6 +61,7 @@ def load_file(
     memory_limit: int | str | None = None,
     direct: bool | None = None,
     verify: Manifest | None = None,
+    keep: bool = False,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Loads all tensors of files. Each owns its memory, together with the others of its file.
@@ -73,28 +76,24 @@ def load_file(
     direct: past the page cache (True) or through it (False); by default what is cached decides.
     verify: the path of a manifest, or one that `manifest` made: everything is compared with it as it arrives, and
         `IntegrityError` names the first tensor that differs.
+    keep: attach to the model in the memory of the keeper (`dmalaned keep`), which gets it first if it has it not, or if
+        a file has changed. Tensors in host memory are then shared with other processes, and to be read alone.
     progress: called with bytes done and in all, about 25 times a second; True for a bar of tqdm.
     """
     watch = watched(progress)
     convert = converter(framework)
     if on_cpu(device):
-        files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify))
+        files = Files(paths_of(filename), parse_size(memory_limit), direct, manifest_of(verify), keep=keep)
         tensors = files.load(align, watch)
         remember(files.report)
         return {tensor.name: convert(tensor) for tensor in tensors}
-    host = {"align": align, "memory_limit": memory_limit, "direct": direct}
+    host = {"align": align, "memory_limit": memory_limit, "direct": direct, "keep": keep or None}
     if framework in TORCH and not isinstance(device, Device):
         if align is not None:
             raise ValueError(f"align: for host memory only, and device is {device!r}")
-        with safe_open(filename, framework, device, memory_limit=memory_limit, direct=direct, verify=verify) as f:
-            moved, done, total = {}, 0, sum(f._files.describe(name)[2] for name in f)
-            for name, tensor in f.tensors():
-                moved[name] = tensor
-                done += f._files.describe(name)[2]
-                if watch:
-                    watch(done, total)
-            remember(f._files.report)
-        return moved
+        options = {"memory_limit": memory_limit, "direct": direct, "verify": verify, "keep": keep}
+        with safe_open(filename, framework, device, **options) as f:
+            return _moved(f, watch)
     if given := [name for name, value in host.items() if value is not None]:
         raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
     if framework not in ("numpy", "np"):
@@ -105,6 +104,35 @@ def load_file(
     on_device, report = on.load(paths_of(filename), manifest=manifest_of(verify), progress=watch)
     remember(report.copy)
     return {tensor.name: tensor for tensor in on_device}
+
+
+def attach(
+    name: str, framework: Framework = "numpy", device: str | int | Any = "cpu", *, verify: bool = False
+) -> dict[str, Any]:
+    """The tensors of a model that a keeper (`dmalaned keep`) holds: nothing is read or copied, except onto a `device`.
+
+    name: of the model, the beginning of its hash, or `USER:NAME` for one that another user shares.
+    framework, device: as of `load_file`. Tensors in host memory are shared with other processes, and to be read alone;
+        what is written to one of PyTorch is a copy of this process's own.
+    verify: compare the bytes with the model's manifest first, which reads all of them.
+    """
+    convert, files = converter(framework), Files.attached(name, verify)
+    if on_cpu(device):
+        return {tensor.name: convert(tensor) for tensor in files.load()}
+    with safe_open("", framework, device, _files=files) as f:
+        return _moved(f, None)
+
+
+def _moved(f: safe_open, watch: Progress | None) -> dict[str, Any]:
+    """All tensors, on the device of an open model."""
+    moved, done, total = {}, 0, sum(f._files.describe(name)[2] for name in f)
+    for name, tensor in f.tensors():
+        moved[name] = tensor
+        done += f._files.describe(name)[2]
+        if watch:
+            watch(done, total)
+    remember(f._files.report)
+    return moved
 
 
 def load(data: bytes | bytearray | memoryview, framework: Framework = "numpy") -> dict[str, Any]:

@@ -24,6 +24,8 @@ class Tensor:
     def address(self) -> int:
         """The address in this process, for drivers that register memory by address."""
     @property
+    def kept(self) -> bool: ...
+    @property
     def released(self) -> bool: ...
     def release(self) -> None:
         """Lets go of the memory. BufferError while a buffer of it is in use."""
@@ -67,7 +69,10 @@ class Files:
         direct: bool | None = None,
         manifest: str | bytes | None = None,
         raw: bool = False,
+        keep: bool = False,
     ) -> Files: ...
+    @staticmethod
+    def attached(name: str, verify: bool) -> Files: ...
     @staticmethod
     def opened(path: str, name: str) -> Files: ...
     def within(self, memory_limit: int) -> Files: ...

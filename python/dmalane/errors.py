@@ -44,6 +44,10 @@ class FormatError(Error, ValueError):
     """A file is not what it should be: `path`, and where known `tensor` and the file offset `offset`."""
 
 
+class KeptError(Error):
+    """A keeper does not answer, or has no such model, or no room for one."""
+
+
 class FileError(Error, OSError):
     """The kernel refused something: `path`, `errno`, and for a read `offset`. Where Python has an exception for the
     `errno`, it is that, too."""
@@ -145,6 +149,7 @@ __all__ = [
     "ForkedError",
     "FormatError",
     "IntegrityError",
+    "KeptError",
     "MemoryLimitError",
     "OutOfMemoryError",
     "UnknownTensorError",

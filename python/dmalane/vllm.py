@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_OPTIONS = ("direct", "distributed", "memory_limit", "verify")
+_OPTIONS = ("direct", "distributed", "keep", "memory_limit", "verify")
 
 
 def register() -> None:
@@ -36,8 +36,8 @@ def _loader() -> type:
     class DmalaneModelLoader(default_loader.DefaultModelLoader):
         """Finds files and filters tensors as vLLM's own loader does, and reads them into memory that is no mapping of
         a file; of several ranks each reads what its parameters take. `model_loader_extra_config` takes `memory_limit`,
-        `direct` and `verify` of `dmalane.safe_open`, and `distributed`: each rank of the tensor parallel group reads an
-        equal share, and the group hands it round."""
+        `direct`, `keep` and `verify` of `dmalane.safe_open`, and `distributed`: each rank of the tensor parallel group
+        reads an equal share, and the group hands it round."""
 
         def __init__(self, load_config: Any) -> None:
             extra = dict(load_config.model_loader_extra_config or {})

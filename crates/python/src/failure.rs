@@ -157,6 +157,7 @@ impl From<LoadError> for Failure {
             LoadError::Unchecked => failure("IntegrityError"),
             LoadError::NoTensor(name) => failure("UnknownTensorError").tensor(Some(name)),
             LoadError::BadSlice(_) => failure("ValueError"),
+            LoadError::Kept(_) => failure("KeptError"),
             LoadError::Closed => Self::closed(),
             _ => failure("DeviceError"),
         }

@@ -103,9 +103,11 @@ impl BlockSlice {
         let at = block.as_volatile_slice().as_ptr().wrapping_add(self.offset).cast();
         // `new` has checked that the part lies within the block, and a block is at most `isize::MAX` bytes.
         let len = self.len as ffi::Py_ssize_t;
+        // Whoever asks for writable memory gets it: what is written to kept memory is a copy of this process's own.
+        let read_only = c_int::from(block.is_kept() && flags & ffi::PyBUF_WRITABLE == 0);
         // SAFETY: `view` is valid (contract). `at..at + len` lies within the block (checked by `new`), which `owner`
         // keeps alive: the view holds a reference to `owner`, and `release` refuses while the view is counted.
-        let rc = unsafe { ffi::PyBuffer_FillInfo(view, owner, at, len, 0, flags) };
+        let rc = unsafe { ffi::PyBuffer_FillInfo(view, owner, at, len, read_only, flags) };
         if rc != 0 {
             return Err(Python::attach(|py| PyErr::fetch(py)));
         }
@@ -171,9 +173,10 @@ impl Tensor {
     fn managed<M: ManagedTensorBase>(&self) -> PyResult<Managed<M>> {
         let block = self.slice.block()?;
         let data = block.as_volatile_slice().as_ptr().wrapping_add(self.slice.offset).cast();
+        let flags = self.flags();
         // SAFETY: the bytes lie within the block (checked by `BlockSlice::new`), which stays mapped while it is
-        // referred to. They are writable, shared and no copy, as the flags, which are none, say.
-        unsafe { self.described().managed(block, data, DLDevice::CPU, DlpackFlags::empty()) }
+        // referred to. They are shared and no copy, and to be written unless they are kept, as the flags say.
+        unsafe { self.described().managed(block, data, DLDevice::CPU, flags) }
     }
 }
 
@@ -278,7 +281,8 @@ impl DlpackExporter for Tensor {
     }
 
     fn flags(&self) -> DlpackFlags {
-        DlpackFlags::empty()
+        let is_kept = self.slice.block().is_ok_and(|block| block.is_kept());
+        if is_kept { DlpackFlags::READ_ONLY } else { DlpackFlags::empty() }
     }
 
     fn prepare_export(&self, _: Python<'_>, _: &ExportRequest<'_>) -> PyResult<()> {
@@ -380,6 +384,12 @@ host_memory!(Tensor {
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
+    }
+
+    /// Whether other processes have the same memory: it is to be read alone.
+    #[getter]
+    fn kept(&self) -> bool {
+        self.slice.block().is_ok_and(|block| block.is_kept())
     }
 
     #[getter]

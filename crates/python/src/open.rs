@@ -9,6 +9,7 @@ use std::time::Duration;
 use dmalane::addr::{CardAddr, FileOffset};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job, Watch};
+use dmalane::load::kept::{self, Attached, KeepOptions};
 use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
 use dmalane::queue::Queue;
 use dmalane::{HostModel, ModelOptions, OpenFile, Read, ReadFiles, ReadOptions};
@@ -44,6 +45,12 @@ fn run<T: Send>(
     Ok(interrupt::run(py, total, told, read)?.map_err(Failure::from)?)
 }
 
+/// The files of a kept model.
+fn attached(lent: &Attached, options: ModelOptions) -> Result<HostModel, Failure> {
+    let files = lent.files().iter().map(OpenFile::of).collect::<Result<Vec<_>, _>>()?;
+    Ok(HostModel::of_files(files, options)?)
+}
+
 /// Parts of tensors, and their bytes.
 fn parts_of(parts: Vec<(String, u64, u64, u64)>) -> (Vec<Part>, u64) {
     let part = |(name, start, stop, to)| Part { name, bytes: start..stop, to };
@@ -56,7 +63,7 @@ fn parts_of(parts: Vec<(String, u64, u64, u64)>) -> (Vec<Part>, u64) {
 #[pymethods]
 impl Files {
     #[new]
-    #[pyo3(signature = (paths, memory_limit=None, direct=None, manifest=None, raw=false))]
+    #[pyo3(signature = (paths, memory_limit=None, direct=None, manifest=None, raw=false, keep=false))]
     fn new(
         py: Python<'_>,
         paths: Vec<PathBuf>,
@@ -64,12 +71,31 @@ impl Files {
         direct: Option<bool>,
         manifest: Option<ManifestOf>,
         raw: bool,
+        keep: bool,
     ) -> PyResult<Self> {
-        let opened = interrupt::quietly(py, || -> Result<_, Failure> {
+        let (mode, refuse_raw) = (mode(direct), !raw);
+        let opened = interrupt::run(py, if keep { u64::MAX } else { 0 }, None, |progress| -> Result<_, Failure> {
             let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
-            let (mode, refuse_raw) = (mode(direct), !raw);
-            let options = ModelOptions { mode, memory_limit, manifest, refuse_raw, ..ModelOptions::default() };
-            Ok(HostModel::open(&paths, options)?)
+            let options = ModelOptions { mode, memory_limit, refuse_raw, ..ModelOptions::default() };
+            if !keep {
+                return Ok(HostModel::open(&paths, ModelOptions { manifest, ..options })?);
+            }
+            let keeping = KeepOptions { manifest, mode, ..KeepOptions::default() };
+            let lent = kept::attach_or_keep(&paths, &keeping, |event| progress.watch(&event))?;
+            attached(&lent, options)
+        })?;
+        Ok(Self { model: OfProcess::new(opened?) })
+    }
+
+    /// A model that a keeper lends.
+    #[staticmethod]
+    fn attached(py: Python<'_>, name: &str, verify: bool) -> PyResult<Self> {
+        let opened = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |_| -> Result<_, Failure> {
+            let lent = kept::attach(name).map_err(LoadError::from)?;
+            if verify {
+                lent.check()?;
+            }
+            attached(&lent, ModelOptions { refuse_raw: true, ..ModelOptions::default() })
         })?;
         Ok(Self { model: OfProcess::new(opened?) })
     }

@@ -12,6 +12,7 @@ mod group;
 mod help;
 mod hub;
 mod iopt;
+mod keep;
 mod layers;
 mod lists;
 mod manifest;

@@ -12,7 +12,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
 
-use super::describe::KeptModel;
+use super::describe::{KeptEntry, KeptModel};
 use super::file::KeptFile;
 use super::wire::{Answer, Ask, Listed, MAX_FDS, MAX_MESSAGE, Message, Refusal, VERSION};
 use crate::manifest::Manifest;
@@ -90,6 +90,33 @@ pub struct Attached {
 }
 
 impl Attached {
+    /// Maps the memory of a model: its description, its manifest, and its files.
+    ///
+    /// # Errors
+    /// [`KeepError::Bad`].
+    pub fn new(fds: Vec<OwnedFd>) -> Result<Self, KeepError> {
+        let mut fds = fds.into_iter();
+        let bad = |why: String| KeepError::Bad { what: "a kept model".to_owned(), why };
+        let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description".to_owned()))?;
+        let model = KeptModel::read(&first)?;
+        if fds.len() != model.files.len() {
+            return Err(bad(format!("it has {} files, and {} have come", model.files.len(), fds.len())));
+        }
+        let file = |(entry, fd): (&KeptEntry, OwnedFd)| {
+            let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
+            let kept = Some(Arc::new(KeptFile::new(&path, fd, entry.bytes)?));
+            let listed = entry.listed.as_ref().map(|names| Arc::new(names.iter().cloned().collect::<BTreeSet<_>>()));
+            Ok(SetFile { path, listed, kept })
+        };
+        let files = model.files.iter().zip(fds).map(file).collect::<Result<_, KeepError>>()?;
+        Ok(Self { model, files, manifest })
+    }
+
+    /// Its files, in memory.
+    pub fn files(&self) -> &[SetFile] {
+        &self.files
+    }
+
     /// Its files, in memory.
     pub fn into_files(self) -> Vec<SetFile> {
         self.files
@@ -100,22 +127,14 @@ impl Attached {
     /// # Errors
     /// [`KeepError::Bad`] where it is not the one that its hash is of.
     pub fn manifest(&self) -> Result<Manifest, KeepError> {
-        manifest_of(&self.model, &self.manifest)
+        let bad = |why: String| KeepError::Bad { what: format!("the manifest of {:?}", self.model.name), why };
+        let text = super::read_text(&self.manifest, crate::manifest::MAX_MANIFEST)?;
+        let manifest = Manifest::parse(&text).map_err(|e| bad(e.to_string()))?;
+        if manifest.id() != self.model.id {
+            return Err(bad(format!("its hash is {}, and not {}", manifest.id(), self.model.id)));
+        }
+        Ok(manifest)
     }
-}
-
-/// The manifest of a kept model.
-///
-/// # Errors
-/// [`KeepError::Bad`] where it is not the one that its hash is of.
-pub(super) fn manifest_of(model: &KeptModel, fd: &OwnedFd) -> Result<Manifest, KeepError> {
-    let bad = |why: String| KeepError::Bad { what: format!("the manifest of {:?}", model.name), why };
-    let text = super::read_text(fd, crate::manifest::MAX_MANIFEST)?;
-    let manifest = Manifest::parse(&text).map_err(|e| bad(e.to_string()))?;
-    if manifest.id() != model.id {
-        return Err(bad(format!("its hash is {}, and not {}", manifest.id(), model.id)));
-    }
-    Ok(manifest)
 }
 
 /// Attaches to a model of the user's keeper. Nothing is read, copied or compared.
@@ -206,22 +225,7 @@ impl Keeper {
                 Err(error) => return Err(error),
             }
         }
-        let mut all = all.into_iter();
-        let (Some(first), Some(manifest)) = (all.next(), all.next()) else {
-            return Err(bad("it has no description".to_owned()));
-        };
-        let model = KeptModel::read(&first)?;
-        if all.len() != model.files.len() {
-            return Err(bad(format!("it has {} files, and {} have come", model.files.len(), all.len())));
-        }
-        let file = |(entry, fd): (&super::KeptEntry, OwnedFd)| {
-            let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
-            let kept = Some(Arc::new(KeptFile::new(&path, fd, entry.bytes)?));
-            let listed = entry.listed.as_ref().map(|names| Arc::new(names.iter().cloned().collect::<BTreeSet<_>>()));
-            Ok(SetFile { path, listed, kept })
-        };
-        let files = model.files.iter().zip(all).map(file).collect::<Result<_, KeepError>>()?;
-        Ok(Attached { model, files, manifest })
+        Attached::new(all)
     }
 
     /// Asks for room, which is this connection's.

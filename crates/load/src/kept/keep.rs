@@ -8,12 +8,13 @@ use std::sync::Arc;
 use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
 
-use super::client::{KeepError, Keeper, manifest_of, socket_path};
+use super::client::{Attached, KeepError, Keeper, socket_path};
 use super::describe::{KeptEntry, KeptModel, SCHEMA, Stamp, check_name, sealed_text};
-use super::file::KeptFile;
+use super::wire::Refusal;
+use crate::difference::Difference;
 use crate::error::Error;
 use crate::fill::{Digest, Event, FilledBuf};
-use crate::manifest::{Manifest, hash_regions, refuse};
+use crate::manifest::{Expected, Manifest, hash_regions, refuse};
 use crate::model::{HostModel, ModelOptions};
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
@@ -35,6 +36,18 @@ pub struct KeepOptions {
     pub socket: Option<PathBuf>,
 }
 
+impl KeepOptions {
+    fn name_for(&self, paths: &[PathBuf]) -> Result<String, KeepError> {
+        let name = self.name.clone().or_else(|| paths.first().map(|path| name_of(path))).unwrap_or_default();
+        let no_name = |why| KeepError::Bad { what: "the name of the model".to_owned(), why };
+        check_name(&name).map(|()| name.clone()).map_err(no_name)
+    }
+
+    fn keeper(&self) -> Result<Keeper, KeepError> {
+        Keeper::connect(&self.socket.clone().unwrap_or_else(socket_path))
+    }
+}
+
 /// Reads the files of a model into sealed memory, hashes them, and gives them to a keeper. The room is asked for first.
 ///
 /// # Errors
@@ -45,16 +58,73 @@ pub fn keep<P: AsRef<Path>>(
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
-    let name = match (&options.name, paths.first()) {
-        (Some(name), _) => name.clone(),
-        (None, Some(path)) => name_of(path),
-        (None, None) => String::new(),
-    };
-    let no_name = |why| KeepError::Bad { what: "the name of the model".to_owned(), why };
-    check_name(&name).map_err(no_name)?;
-    let keeper = Keeper::connect(&options.socket.clone().unwrap_or_else(socket_path))?;
-    let set = ModelSet::of(&paths)?;
-    let files = in_parallel(set.files, |file| OpenFile::of(&file))?;
+    let name = options.name_for(&paths)?;
+    let keeper = options.keeper()?;
+    keep_files(&keeper, name, open(&paths)?, options, watch)
+}
+
+/// Attaches to a model that was kept from these files, which have not changed since, or else keeps it first.
+///
+/// # Errors
+/// As of [`keep`], and of [`Keeper::attach`].
+pub fn attach_or_keep<P: AsRef<Path>>(
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Attached, Error> {
+    let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
+    let name = options.name_for(&paths)?;
+    let keeper = options.keeper()?;
+    let files = open(&paths)?;
+    let stamps = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
+    match keeper.attach(&name) {
+        Ok(lent) if lent.model.files.iter().map(|file| &file.from).eq(&stamps) => {
+            let lens = lent.model.files.iter().map(|file| (Path::new(&file.name), file.bytes));
+            let expected = options.manifest.expect(lens)?;
+            if !expected.is_empty() {
+                refuse(differences(&expected, &lent.manifest()?))?;
+            }
+            Ok(lent)
+        }
+        Ok(_) | Err(KeepError::Refused { kind: Refusal::Absent, .. }) => {
+            keep_files(&keeper, name.clone(), files, options, watch)?;
+            Ok(keeper.attach(&name)?)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn open(paths: &[PathBuf]) -> Result<Vec<OpenFile>, Error> {
+    in_parallel(ModelSet::of(paths)?.files, |file| OpenFile::of(&file))
+}
+
+fn stamp(file: &OpenFile) -> Result<Stamp, Error> {
+    let stamp = file.file().map(|file| Stamp::of(&file))?;
+    stamp.map_err(|source| file.error("read its size", source))
+}
+
+/// Where files differ from what a manifest expects of each.
+fn differences(expected: &Expected<'_>, found: &Manifest) -> Vec<Difference> {
+    let mut differences = Vec::new();
+    for (expected, found) in expected.iter().zip(&found.files) {
+        for region in expected.iter().flat_map(|file| &file.regions) {
+            let same = found.regions.iter().find(|of| (of.start, of.end) == (region.start, region.end));
+            // Regions that the file does not have differ, too.
+            let other = Digest { xxh3: !region.digest.xxh3, sha256: None };
+            let digest = same.map_or(&other, |of| &of.digest);
+            differences.extend(expected.and_then(|file| file.differs(region, digest)));
+        }
+    }
+    differences
+}
+
+fn keep_files(
+    keeper: &Keeper,
+    name: String,
+    files: Vec<OpenFile>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<KeptModel, Error> {
     // Refuses what is no model.
     let model_options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
     HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), model_options)?;
@@ -66,10 +136,6 @@ pub fn keep<P: AsRef<Path>>(
     let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
     regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
     read.fill.hash_regions = Some(Arc::new(regions));
-    let stamp = |file: &OpenFile| {
-        let stamp = file.file().map(|file| Stamp::of(&file))?;
-        stamp.map_err(|source| file.error("read its size", source))
-    };
     let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
     let sources = files.iter().map(OpenFile::again).collect();
     let read = Read::sources(sources).options(read).watch(watch).into_memory(&MemfdHeap::importable(None))?;
@@ -80,16 +146,7 @@ pub fn keep<P: AsRef<Path>>(
         }
     }
     manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
-    let mut differences = Vec::new();
-    for (expected, found) in expected.iter().zip(&manifest.files) {
-        for region in expected.iter().flat_map(|file| &file.regions) {
-            let same = found.regions.iter().find(|of| (of.start, of.end) == (region.start, region.end));
-            // Regions that the file does not have differ, too.
-            let other = Digest { xxh3: !region.digest.xxh3, sha256: None };
-            let digest = same.map_or(&other, |of| &of.digest);
-            differences.extend(expected.and_then(|file| file.differs(region, digest)));
-        }
-    }
+    let differences = differences(&expected, &manifest);
     drop(expected);
     refuse(differences)?;
     let system = |what| move |source| KeepError::System { what, source };
@@ -118,19 +175,19 @@ pub fn keep<P: AsRef<Path>>(
 /// # Errors
 /// [`Error::Differs`]; [`Error::Kept`] where it is no kept model.
 pub fn check(fds: Vec<OwnedFd>) -> Result<(), Error> {
-    let mut fds = fds.into_iter();
-    let bad = |why: &str| KeepError::Bad { what: "a kept model".to_owned(), why: why.to_owned() };
-    let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description"))?;
-    let model = KeptModel::read(&first)?;
-    let manifest = manifest_of(&model, &manifest)?;
-    let mut inputs = Vec::new();
-    for (entry, fd) in model.files.iter().zip(fds) {
-        let kept = KeptFile::new(&entry.name, fd, entry.bytes)?;
-        let file =
-            OpenFile::of(&SetFile { path: PathBuf::from(&entry.name), listed: None, kept: Some(Arc::new(kept)) })?;
-        inputs.push(file.into_input(FileOptions::default())?);
+    Attached::new(fds)?.check()
+}
+
+impl Attached {
+    /// Compares its bytes with its manifest, and that with its hash.
+    ///
+    /// # Errors
+    /// As of [`check`].
+    pub fn check(&self) -> Result<(), Error> {
+        let open = |file: &SetFile| OpenFile::of(file)?.into_input(FileOptions::default());
+        let mut inputs = self.files().iter().map(open).collect::<Result<Vec<_>, _>>()?;
+        refuse(self.manifest()?.verify(&mut inputs, true, &mut |_| ControlFlow::Continue(()))?)
     }
-    refuse(manifest.verify(&mut inputs, true, &mut |_| ControlFlow::Continue(()))?)
 }
 
 /// The name of a model that has none: that of its folder or file, with other characters replaced.

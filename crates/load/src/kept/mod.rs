@@ -18,4 +18,4 @@ pub mod wire;
 pub use client::{Attached, KeepError, Keeper, attach, name_in, socket_path};
 pub use describe::{KeptEntry, KeptModel, Stamp, check_name, read_text, sealed_text};
 pub use file::KeptFile;
-pub use keep::{KeepOptions, check, keep};
+pub use keep::{KeepOptions, attach_or_keep, check, keep};

@@ -1,0 +1,254 @@
+//! Models that stay in memory, as users of the programs meet them, and while everybody is killed.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use dmalane::load::kept::{Attached, Keeper};
+use dmalane::{HostModel, ModelOptions, OpenFile};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::{kills, sample};
+
+/// Time after which something that is waited for does not come.
+const LONG: Duration = Duration::from_secs(60);
+
+struct Keeping {
+    folder: tempfile::TempDir,
+    daemon: Option<Child>,
+}
+
+impl Keeping {
+    fn new(options: &[&str]) -> Self {
+        let mut keeping = Self { folder: tempfile::tempdir().unwrap(), daemon: None };
+        keeping.start(options);
+        keeping
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("socket")
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn start(&mut self, options: &[&str]) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalaned"));
+        command.arg("keep").args(options).env("DMALANE_KEEP", self.socket());
+        command.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS").stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        while !lines.next().expect("it serves").unwrap().contains("keeps up to") {}
+        // Its log is read to the end, so that it does not wait for a reader.
+        std::thread::spawn(move || lines.for_each(drop));
+        self.daemon = Some(child);
+    }
+
+    /// Kills the keeper, or stops it in good order.
+    fn end(&mut self, signal: Signal) {
+        let mut child = self.daemon.take().unwrap();
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        child.wait().unwrap();
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        command.args(args).env("DMALANE_KEEP", self.socket()).envs(crate::WIDE).current_dir(self.folder.path());
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    fn json(&self, args: &[&str]) -> Value {
+        let output = self.run(args);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// The message of a command that fails.
+    fn fails(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+}
+
+impl Drop for Keeping {
+    fn drop(&mut self) {
+        if self.daemon.is_some() {
+            self.end(Signal::TERM);
+        }
+    }
+}
+
+#[test]
+fn a_model_is_kept_and_used_wherever_one_is_named() {
+    let keeping = Keeping::new(&["--memory", "64MiB"]);
+    sample(keeping.at("m.safetensors"), 1 << 20, 1);
+    let kept = keeping.json(&["keep", "m.safetensors", "--name", "org/m", "--json"]);
+    assert_eq!((&kept["schema"], &kept["command"], &kept["name"]), (&1.into(), &"keep".into(), &"org/m".into()));
+    let listed = keeping.json(&["kept", "--json"]);
+    assert_eq!((&listed["models"][0]["id"], &listed["limit_bytes"]), (&kept["id"], &(64 << 20).into()));
+    let metrics = String::from_utf8(keeping.run(&["kept", "--openmetrics"]).stdout).unwrap();
+    assert!(metrics.contains("dmalane_kept_models 1\n") && metrics.ends_with("# EOF\n"), "{metrics}");
+    let table = String::from_utf8(keeping.run(&["kept"]).stdout).unwrap();
+    assert!(table.contains("org/m") && table.contains("1 model\n"), "{table}");
+    // The same manifest from memory as from the file, and a load that is verified against it.
+    let of = |path: &str| String::from_utf8(keeping.run(&["manifest", path]).stdout).unwrap();
+    let manifest = of("kept:org/m");
+    assert_eq!(manifest, of("m.safetensors"));
+    std::fs::write(keeping.at("manifest"), &manifest).unwrap();
+    let load = ["load", "kept:org/m", "-d", "ram:4MiB", "--manifest", "manifest", "--verify", "--json"];
+    assert_eq!(keeping.json(&load)["verified"], true);
+    let id = kept["id"].as_str().unwrap();
+    assert_eq!(keeping.json(&["read", &format!("kept:{}", &id[..12]), "--json"])["command"], "read");
+    let says = keeping.fails(&["load", "kept:other", "-d", "ram:4MiB"]);
+    assert!(says.contains("no model \"other\" is kept"), "{says}");
+    // A manifest of another file keeps nothing.
+    sample(keeping.at("m.safetensors"), 1 << 20, 2);
+    let says = keeping.fails(&["keep", "m.safetensors", "--manifest", "manifest"]);
+    assert!(says.contains("nothing is kept: the files differ from the manifest"), "{says}");
+    let says = keeping.fails(&["drop", "m"]);
+    assert!(says.contains("cannot drop m"), "{says}");
+    assert!(keeping.run(&["drop", "org/m"]).status.success());
+    assert_eq!(keeping.json(&["kept", "--json"])["models"].as_array().unwrap().len(), 0);
+    let holder = holder_of(&keeping.socket());
+    assert!(holder.is_some(), "somebody holds models beside the keeper");
+    drop(keeping);
+    let start = Instant::now();
+    while Path::new(&format!("/proc/{}", holder.unwrap())).exists() {
+        assert!(start.elapsed() < LONG, "the holder ends with a keeper that ends in good order");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn without_a_keeper_it_is_said_how_to_start_one() {
+    let mut keeping = Keeping::new(&[]);
+    keeping.end(Signal::TERM);
+    sample(keeping.at("m.safetensors"), 1 << 20, 1);
+    for args in [&["kept"][..], &["keep", "m.safetensors"], &["load", "kept:m", "-d", "ram:4MiB"]] {
+        let says = keeping.fails(args);
+        assert!(says.contains("(dmalaned keep starts one)"), "{says}");
+    }
+    // One that cannot load its first model ends.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dmalaned"));
+    command.args(["keep", "nothing.safetensors"]).env("DMALANE_KEEP", keeping.socket()).envs(crate::WIDE);
+    let output = command.output().unwrap();
+    let says = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && says.contains("cannot keep nothing.safetensors"), "{says}");
+}
+
+/// The process that holds models for the keeper of a socket.
+fn holder_of(socket: &Path) -> Option<u32> {
+    let held = format!("{}.held", socket.display());
+    let is_it = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.split(|byte| *byte == 0).any(|word| word == held.as_bytes())
+    };
+    let names = std::fs::read_dir("/proc").unwrap().flatten();
+    names.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).find(is_it)
+}
+
+/// Memfds that a process has open.
+fn memfds(pid: u32) -> usize {
+    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let is_memfd = |path: PathBuf| path.to_string_lossy().starts_with("/memfd:");
+    open.filter(|fd| std::fs::read_link(fd.path()).is_ok_and(is_memfd)).count()
+}
+
+fn bytes_of(lent: Attached) -> Vec<u8> {
+    let files = lent.into_files().into_iter().map(|file| OpenFile::of(&file).unwrap()).collect::<Vec<_>>();
+    let model = HostModel::of_files(files, ModelOptions::default()).unwrap();
+    let tensors = model.read_all(None, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    tensors.iter().flat_map(|tensor| tensor.to_vec()).collect()
+}
+
+/// Numbers that look random.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % n
+    }
+}
+
+#[test]
+fn whoever_is_killed_no_byte_differs_and_nothing_is_lost() {
+    let mut keeping = Keeping::new(&["--memory", "16MiB"]);
+    let expected: Vec<Vec<u8>> = (0..4)
+        .map(|n| {
+            let path = keeping.at(&format!("m{n}.safetensors"));
+            sample(&path, 2 << 20, n);
+            let model = HostModel::open([&path], ModelOptions::default()).unwrap();
+            let all = model.read_all(None, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+            all.iter().flat_map(|tensor| tensor.to_vec()).collect()
+        })
+        .collect();
+    assert!(keeping.run(&["keep", "m0.safetensors"]).status.success());
+    // Attached all the time: it makes no room.
+    let held = Keeper::connect(&keeping.socket()).unwrap().attach("m0").unwrap();
+    let (stop, attached, slowest) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let socket = keeping.socket();
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut random = Random(7);
+            while !stop.load(Ordering::Relaxed) {
+                let n = random.below(4);
+                let start = Instant::now();
+                let lent = Keeper::connect(&socket).and_then(|keeper| keeper.attach(&format!("m{n}")));
+                slowest.fetch_max(start.elapsed().as_millis() as u64, Ordering::Relaxed);
+                if let Ok(lent) = lent {
+                    assert!(bytes_of(lent) == expected[n as usize], "m{n} differs");
+                    attached.fetch_add(1, Ordering::Relaxed);
+                } else {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+        });
+        for _ in 0..kills() {
+            let n = random.below(3) + 1;
+            let client = match random.below(3) {
+                0 => None,
+                1 => Some(keeping.command(&["keep", &format!("m{n}.safetensors")])),
+                _ => Some(keeping.command(&["read", &format!("kept:m{n}")])),
+            };
+            let client = client.map(|mut client| client.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+            std::thread::sleep(Duration::from_micros(random.below(40_000)));
+            if client.is_none() || random.below(2) == 0 {
+                keeping.end(Signal::KILL);
+                keeping.start(&["--memory", "16MiB"]);
+            }
+            if let Some(mut client) = client {
+                let _ = client.kill();
+                client.wait().unwrap();
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let keeper = Keeper::connect(&socket).unwrap();
+    assert!(bytes_of(held) == expected[0], "who is attached never notices");
+    assert!(bytes_of(keeper.attach("m0").unwrap()) == expected[0], "it was taken back each time");
+    assert!(attached.load(Ordering::Relaxed) > 0);
+    println!("{} attached, the slowest in {} ms", attached.into_inner(), slowest.load(Ordering::Relaxed));
+    assert!(slowest.into_inner() < LONG.as_millis() as u64);
+    // The keeper and the holder have the memory of what is listed, and no other, as soon as it is closed.
+    let wanted = || keeper.list().unwrap().models.iter().map(|model| model.files + 2).sum::<usize>();
+    let (daemon, holder) = (keeping.daemon.as_ref().unwrap().id(), holder_of(&socket).unwrap());
+    let start = Instant::now();
+    while [memfds(daemon), memfds(holder)] != [wanted(); 2] {
+        let found = [memfds(daemon), memfds(holder)];
+        assert!(start.elapsed() < LONG, "{found:?}, and {} are listed", wanted());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

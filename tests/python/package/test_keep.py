@@ -1,0 +1,120 @@
+"""Models in the memory of a keeper."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from package.models import write_model
+
+dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
+numpy = pytest.importorskip("numpy", reason="NumPy is not installed")
+
+
+@pytest.fixture
+def keeper(tmp_path, monkeypatch):
+    """A keeper of its own; its folder."""
+    program = Path(os.environ.get("DMALANE_BIN", Path(__file__).parents[3] / "target/debug/dmalane"))
+    daemon = program.resolve().with_name("dmalaned")
+    if not daemon.is_file():
+        pytest.skip(f"{daemon} was not built")
+    monkeypatch.setenv("DMALANE_KEEP", str(tmp_path / "keep.sock"))
+    process = subprocess.Popen([daemon, "keep", "--memory", "256MiB"], stderr=subprocess.PIPE, text=True)
+    assert "keeps up to" in process.stderr.readline()
+    yield tmp_path
+    process.terminate()
+    process.wait()
+
+
+def model_of(folder, seed):
+    """A file of two tensors, of which the second lies badly."""
+    values = numpy.random.default_rng(seed)
+    tensors = {
+        "a": ("F32", [64, 32], values.standard_normal((64, 32), numpy.float32).tobytes()),
+        "b": ("U8", [3], bytes([1, 2, seed])),
+        "c": ("F32", [5], values.standard_normal(5, numpy.float32).tobytes()),
+    }
+    path = write_model(folder / "m.safetensors", tensors)
+    return path, tensors
+
+
+def test_it_is_read_once_and_attached_to_afterwards(keeper):
+    path, tensors = model_of(keeper, 1)
+    first = dmalane.load_file(path, keep=True)
+    again = dmalane.load_file(path, keep=True)
+    named = dmalane.attach("m")
+    verified = dmalane.attach("m", verify=True)
+    by_path = dmalane.load_file("kept:m")
+    for loaded in (first, again, named, verified, by_path):
+        assert {name: array.tobytes() for name, array in loaded.items()} == {
+            name: data for name, (_, _, data) in tensors.items()
+        }
+    assert not named["a"].flags.writeable
+    with pytest.raises(ValueError):
+        named["a"][0] = 1
+    with dmalane.safe_open(path, keep=True, memory_limit=1 << 16) as f:
+        assert f.get_tensor("a").tobytes() == tensors["a"][2]
+        assert f.get_slice("a")[2:5].tobytes() == tensors["a"][2][2 * 128 : 5 * 128]
+        assert f.get_slice("a")[:, 1:3].shape == (64, 2)
+        assert f.report()["memory_used"] <= 8192, "kept memory is not counted"
+    lent = dmalane.attach("m", "bytes")["a"]
+    assert lent.kept and memoryview(lent).readonly
+
+
+def test_a_file_that_has_changed_is_read_again(keeper):
+    path, _ = model_of(keeper, 1)
+    before = dmalane.load_file(path, keep=True)
+    time.sleep(0.01)
+    path, tensors = model_of(keeper, 2)
+    after = dmalane.load_file(path, keep=True)
+    assert after["b"].tobytes() == tensors["b"][2] and before["b"][2] == 1
+
+
+def test_a_manifest_is_compared_with_what_is_kept(keeper):
+    path, _ = model_of(keeper, 1)
+    manifest = dmalane.manifest(path)
+    dmalane.load_file(path, keep=True, verify=manifest)
+    dmalane.load_file(path, keep=True, verify=manifest)
+    region = next(region for region in manifest["files"][0]["regions"] if region.get("name") == "a")
+    region["xxh3"] = "0" * 16
+    for _ in range(2):
+        with pytest.raises(dmalane.IntegrityError, match="a"):
+            dmalane.load_file(path, keep=True, verify=manifest)
+
+
+def test_without_a_keeper_or_a_model_it_is_said(keeper, monkeypatch):
+    with pytest.raises(dmalane.KeptError, match="no model 'nothing'|no model \"nothing\""):
+        dmalane.attach("nothing")
+    monkeypatch.setenv("DMALANE_KEEP", str(keeper / "nobody"))
+    for call in (lambda: dmalane.attach("m"), lambda: dmalane.load_file(model_of(keeper, 1)[0], keep=True)):
+        with pytest.raises(dmalane.KeptError, match="dmalaned keep starts one"):
+            call()
+
+
+def test_other_processes_have_the_same_memory(keeper):
+    path, tensors = model_of(keeper, 1)
+    dmalane.load_file(path, keep=True)
+    path.unlink()
+    code = "import dmalane, sys; sys.stdout.buffer.write(dmalane.attach('m')['a'].tobytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout == tensors["a"][2]
+
+
+def test_what_is_written_to_a_tensor_of_pytorch_stays_here(keeper):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    path, tensors = model_of(keeper, 1)
+    here = dmalane.load_file(path, "pt", keep=True)
+    here["a"].zero_()
+    assert dmalane.attach("m", "pt")["a"].numpy().tobytes() == tensors["a"][2]
+    assert torch.equal(dmalane.attach("m", "pt")["c"], torch.frombuffer(bytearray(tensors["c"][2]), dtype=torch.float32))
+
+
+def test_it_is_read_onto_a_device(keeper):
+    path, tensors = model_of(keeper, 1)
+    dmalane.load_file(path, keep=True)
+    loaded = dmalane.load_file("kept:m", device="ram:4MiB")
+    assert {name: tensor.tobytes() for name, tensor in loaded.items()} == {
+        name: data for name, (_, _, data) in tensors.items()
+    }
