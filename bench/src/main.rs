@@ -12,6 +12,7 @@ mod gpuvm;
 mod instructions;
 mod iova;
 mod job;
+mod keep;
 mod late;
 mod layers;
 mod limits;
@@ -77,6 +78,8 @@ enum Bench {
     Tensors(tensors::Options),
     /// A cached file into memory that nobody has touched: loaded, beside a read and a copy
     Fresh(fresh::Options),
+    /// Attaching to models that a keeper holds, beside loading them
+    Keep(keep::Options),
     /// The server of slow and many
     #[command(hide = true)]
     LateServer(late::Serve),
@@ -138,6 +141,7 @@ fn main() -> ExitCode {
         Bench::Many(options) => many::run(&options),
         Bench::Tensors(options) => tensors::run(&options),
         Bench::Fresh(options) => fresh::run(&options),
+        Bench::Keep(options) => keep::run(&options),
         Bench::LateServer(options) => return done(late::serve(&options)),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),

@@ -1,0 +1,122 @@
+//! Attaching to kept models of several sizes, beside loading the same file from the page cache.
+//!
+//! The keeper is a thread of this process, over a socket as any other. An attach ends with the tensors: their names,
+//! shapes and addresses. Rounds take the sizes and the load in turn. All bytes are compared with the file in the first
+//! round.
+
+use std::error::Error;
+use std::fs::File;
+use std::ops::ControlFlow;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Instant;
+
+use dmalane::keep::{Config, Keeper, Listener};
+use dmalane::load::kept::{self, KeepOptions};
+use dmalane::load::{HostModel, HostTensor, ModelOptions, OpenFile, write_sample};
+
+use crate::report::Report;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Rounds; the median counts
+    #[arg(long, default_value_t = 11)]
+    rounds: usize,
+
+    /// Sizes of models, in MiB; the first one of at least 1 GiB is loaded, too
+    #[arg(long, value_delimiter = ',', default_values_t = [64, 1024, 6144])]
+    sizes: Vec<u64>,
+}
+
+/// Bytes that this process has read by system calls.
+fn read_so_far() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/self/io")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("rchar: ")).ok_or("no rchar")?;
+    Ok(line.parse()?)
+}
+
+fn tensors(model: &HostModel) -> Result<Vec<HostTensor>> {
+    Ok(model.read_all(None, &mut |_| ControlFlow::Continue(()))?)
+}
+
+fn attach(socket: &Path, name: &str) -> Result<(HostModel, Vec<HostTensor>)> {
+    let lent = kept::Keeper::connect(socket)?.attach(name)?;
+    let files = lent.files().iter().map(OpenFile::of).collect::<std::result::Result<Vec<_>, _>>()?;
+    let model = HostModel::of_files(files, ModelOptions::default())?;
+    let tensors = tensors(&model)?;
+    Ok((model, tensors))
+}
+
+pub fn run(options: &Options) -> Result<Report> {
+    let mut report = Report::new("keep");
+    let folder = tempfile::tempdir()?;
+    let socket = folder.path().join("socket");
+    let (stop, stopped) = UnixStream::pair()?;
+    let listener = Listener::bind(&socket, 0o600)?;
+    let keeper = Keeper::new(Config { memory: u64::MAX, ..Config::default() }, |_| {});
+    let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
+    let path = |mib: u64| folder.path().join(format!("{mib}.safetensors"));
+    for mib in &options.sizes {
+        write_sample(&mut File::create(path(*mib))?, mib << 20, *mib)?;
+        let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
+        kept::keep([path(*mib)], &options, |_| ControlFlow::Continue(()))?;
+    }
+    let loaded = options.sizes.iter().copied().find(|mib| *mib >= 1024);
+    let mut samples: Vec<Vec<f64>> = vec![Vec::new(); options.sizes.len()];
+    let (mut loads, mut most_read) = (Vec::new(), 0);
+    for round in 0..=options.rounds {
+        for (mib, samples) in options.sizes.iter().zip(&mut samples) {
+            let before = read_so_far()?;
+            let start = Instant::now();
+            let (_model, lent) = attach(&socket, &mib.to_string())?;
+            let took = start.elapsed().as_secs_f64();
+            most_read = most_read.max(read_so_far()? - before);
+            if round == 0 {
+                let file = HostModel::open([path(*mib)], ModelOptions::default())?;
+                for tensor in &lent {
+                    let there = file.read(&tensor.tensor.name, &mut |_| ControlFlow::Continue(()))?;
+                    if there.to_vec() != tensor.to_vec() {
+                        return Err(format!("{} MiB: tensor {:?} differs", mib, tensor.tensor.name).into());
+                    }
+                }
+            } else {
+                samples.push(took);
+            }
+        }
+        if let Some(mib) = loaded {
+            let start = Instant::now();
+            let model = HostModel::open([path(mib)], ModelOptions::default())?;
+            let all = tensors(&model)?;
+            let took = start.elapsed().as_secs_f64();
+            drop(all);
+            if round > 0 {
+                loads.push(took);
+            }
+        }
+    }
+    drop(stop);
+    keeper.join().map_err(|_| "the keeper panicked")??;
+    let median = |samples: &[f64]| {
+        let mut sorted = samples.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        sorted[sorted.len() / 2]
+    };
+    for (mib, samples) in options.sizes.iter().zip(&samples) {
+        report.row(&format!("{mib} MiB"), "attach", mib << 20, samples);
+    }
+    let medians: Vec<f64> = samples.iter().map(|samples| median(samples)).collect();
+    let (least, most) = medians.iter().fold((f64::MAX, 0.0), |(a, b), m| (m.min(a), m.max(b)));
+    report.at_most("the slowest size / the fastest", 1.5, most / least);
+    report.at_most("the slowest size, ms", 10.0, most * 1e3);
+    if let Some(mib) = loaded {
+        report.row(&format!("{mib} MiB"), "load from the page cache", mib << 20, &loads);
+        let of = options.sizes.iter().position(|size| *size == mib).map_or(0.0, |at| medians[at]);
+        report.at_least(&format!("{mib} MiB: load / attach"), 30.0, median(&loads) / of);
+    }
+    // Headers and the description; the bytes of tensors are not read.
+    report.note("all", "bytes read by an attach, at most", most_read as f64);
+    Ok(report)
+}
