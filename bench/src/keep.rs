@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
-use dmalane::keep::{Config, Keeper, Listener};
+use dmalane::keep::{KeeperConfig, Keeper, Listener};
 use dmalane::load::kept::{self, KeepOptions};
 use dmalane::load::{HostModel, HostTensor, ModelOptions, OpenFile, write_sample};
 
@@ -43,7 +43,7 @@ fn tensors(model: &HostModel) -> Result<Vec<HostTensor>> {
 }
 
 fn attach(socket: &Path, name: &str) -> Result<(HostModel, Vec<HostTensor>)> {
-    let lent = kept::Keeper::connect(socket)?.attach(name)?;
+    let lent = kept::KeeperClient::connect(socket)?.attach(name)?;
     let files = lent.files().iter().map(OpenFile::of).collect::<std::result::Result<Vec<_>, _>>()?;
     let model = HostModel::of_files(files, ModelOptions::default())?;
     let tensors = tensors(&model)?;
@@ -56,7 +56,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let socket = folder.path().join("socket");
     let (stop, stopped) = UnixStream::pair()?;
     let listener = Listener::bind(&socket, 0o600)?;
-    let keeper = Keeper::new(Config { memory: u64::MAX, ..Config::default() }, |_| {});
+    let keeper = Keeper::new(KeeperConfig { memory: u64::MAX, ..KeeperConfig::default() }, |_| {});
     let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
     let path = |mib: u64| folder.path().join(format!("{mib}.safetensors"));
     for mib in &options.sizes {

@@ -138,8 +138,8 @@ impl SharedBuf {
         Ok(Self::outside_heaps(region))
     }
 
-    /// Maps a whole memfd whose bytes nobody can change any more, privately: what is written to this buffer is a copy of
-    /// its own. To pin it for a device copies it, too.
+    /// Maps a whole memfd whose bytes nobody can change any more, privately: what is written to this buffer is a copy
+    /// of its own. To pin it for a device copies it, too.
     ///
     /// # Errors
     /// [`Error::Import`] unless the file is a memfd of ordinary pages, sealed against shrinking and writing, with a

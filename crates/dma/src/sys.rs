@@ -2,11 +2,11 @@
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
 //! other value unmaps or accesses it. It is readable and writable until the value is dropped. Established by
-//! [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`], [`Region::import`], [`Region::import_sealed`] and
-//! [`Region::dma_buf`], and by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`RawMemory::new`], where others access it
-//! too; [`Region::cut`] passes it on to disjoint fragments, which keep a reference to their mapping. A drop unmaps a
-//! whole mapping, drops a fragment's reference to it, or moves either into a new value for the pool that is the
-//! region's home.
+//! [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`], [`Region::import`], [`Region::dma_buf`] and
+//! [`Region::import_sealed`], and by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of
+//! [`RawMemory::new`], where others access it too; [`Region::cut`] passes it on to disjoint fragments, which keep a
+//! reference to their mapping. A drop unmaps a whole mapping, drops a fragment's reference to it, or moves either into
+//! a new value for the pool that is the region's home.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -64,6 +64,7 @@ const CRATES: &[Crate] = &[
     Crate::std("cuda", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["fake-cuda"]),
     Crate::std("slash", &["addr", "dma", "queue", "device"]),
     Crate::std("load", &["addr", "vm", "dma", "queue", "device", "file"]).tests_use(&["card", "sim"]),
+    Crate::std("keep", &["dma", "daemon", "load"]),
     Crate::std("validate", &["addr", "dma", "queue", "device"]).tests_use(&["file", "card", "sim"]),
     Crate::std(
         "dmalane",
@@ -84,6 +85,7 @@ const CRATES: &[Crate] = &[
             "cuda",
             "slash",
             "load",
+            "keep",
             "validate",
         ],
     )
@@ -113,6 +115,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/dma/src/volatile.rs",
     "crates/fake-cuda/src/abi.rs",
     "crates/file/src/ring.rs",
+    "crates/keep/src/store.rs",
     "crates/python/src/memory.rs",
     "crates/sim/src/host/directory.rs",
     "crates/slash/src/sys.rs",

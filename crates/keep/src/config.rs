@@ -2,7 +2,7 @@
 
 /// The limits of a keeper.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct KeeperConfig {
     /// Bytes of all models.
     pub memory: u64,
     /// Percent of them that the models of one user may take.
@@ -11,13 +11,13 @@ pub struct Config {
     pub connections: usize,
 }
 
-impl Default for Config {
+impl Default for KeeperConfig {
     fn default() -> Self {
         Self { memory: 0, user_percent: 100, connections: 256 }
     }
 }
 
-impl Config {
+impl KeeperConfig {
     /// Bytes of the models of one user.
     pub(crate) fn of_a_user(&self) -> u64 {
         u64::try_from(u128::from(self.memory) * u128::from(self.user_percent.min(100)) / 100).unwrap_or(self.memory)

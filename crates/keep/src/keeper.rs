@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_daemon::{Listener, pass_rights};
 use dmalane_dma::{receive_with_fds, send_with_fds};
-use dmalane_load::kept::wire::{Answer, Ask, MAX_FDS, MAX_MESSAGE, Message, Refusal, VERSION};
+use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, MAX_FDS, MAX_MESSAGE, Message, VERSION};
 use dmalane_load::kept::{KeptModel, check, sealed_text};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -17,7 +17,7 @@ use rustix::net::{RecvFlags, SendFlags, SocketFlags, accept_with};
 use thiserror::Error;
 
 use crate::close::Closers;
-use crate::config::Config;
+use crate::config::KeeperConfig;
 use crate::lend::{lend, sealed_bytes};
 use crate::shelf::{Checked, Kept, Refused, Shelf};
 use crate::store::Store;
@@ -74,7 +74,7 @@ pub struct Keeper {
 
 impl Keeper {
     /// A keeper without models, which tells what it does line by line.
-    pub fn new(config: Config, log: impl FnMut(&str) + Send + 'static) -> Self {
+    pub fn new(config: KeeperConfig, log: impl FnMut(&str) + Send + 'static) -> Self {
         Self {
             shelf: Shelf { config, ..Shelf::default() },
             connections: HashMap::new(),
@@ -189,7 +189,7 @@ impl Keeper {
         };
         connection.asked = Instant::now();
         let user = connection.user;
-        let message = match serde_json::from_slice::<Message<Ask>>(&text[..got.len]) {
+        let message = match serde_json::from_slice::<Message<KeeperAsk>>(&text[..got.len]) {
             Ok(Message { version: VERSION, body }) if !got.is_cut => Ok(body),
             Ok(Message { version, .. }) if version != VERSION => {
                 Err(format!("the keeper speaks version {VERSION} of the protocol, and not {version}"))
@@ -199,27 +199,28 @@ impl Keeper {
         };
         let mut fds = got.fds;
         let answer = match message {
-            Ok(Ask::Keep { more }) => {
+            Ok(KeeperAsk::Keep { more }) => {
                 connection.parts.append(&mut fds);
                 match connection.parts.len() > MAX_MODEL_FDS {
-                    true => Err((Refusal::Bad, format!("a model has at most {} files", MAX_MODEL_FDS - 2))),
+                    true => Err((KeepRefusal::Bad, format!("a model has at most {} files", MAX_MODEL_FDS - 2))),
                     false if more => return true,
                     false => self.keep(number),
                 }
             }
-            Ok(Ask::Attach { name, from }) => self.attach(user, &name, from),
-            Ok(Ask::Room { bytes }) => self.room(number, bytes),
-            Ok(Ask::Drop { name }) => self.drop_model(user, &name),
-            Ok(Ask::List) => {
+            Ok(KeeperAsk::Attach { name, from }) => self.attach(user, &name, from),
+            Ok(KeeperAsk::Room { bytes }) => self.room(number, bytes),
+            Ok(KeeperAsk::Drop { name }) => self.drop_model(user, &name),
+            Ok(KeeperAsk::List) => {
                 let list = serde_json::to_vec(&self.shelf.list(user)).unwrap_or_default();
-                let fd = sealed_text("dmalane-kept", &list).map_err(|e| (Refusal::Bad, e.to_string()));
-                fd.map(|fd| (Answer::List, vec![fd]))
+                let fd = sealed_text("dmalane-kept", &list).map_err(|e| (KeepRefusal::Bad, e.to_string()));
+                fd.map(|fd| (KeeperAnswer::List, vec![fd]))
             }
-            Err(why) => Err((Refusal::Bad, why)),
+            Err(why) => Err((KeepRefusal::Bad, why)),
         };
         self.closers.close(user, fds);
-        let goes_on = !matches!(answer, Err((Refusal::Bad, _)));
-        let (answer, lent) = answer.unwrap_or_else(|(kind, why)| (Answer::Refused { kind, why: short(why) }, vec![]));
+        let goes_on = !matches!(answer, Err((KeepRefusal::Bad, _)));
+        let (answer, lent) =
+            answer.unwrap_or_else(|(kind, why)| (KeeperAnswer::Refused { kind, why: short(why) }, vec![]));
         let Some(Connection { socket, .. }) = self.connections.get(&number) else { return false };
         let text = serde_json::to_vec(&Message { version: VERSION, body: answer }).unwrap_or_default();
         let lent: Vec<_> = lent.iter().map(AsFd::as_fd).collect();
@@ -227,25 +228,25 @@ impl Keeper {
         send_with_fds(socket, &text, &lent, SendFlags::DONTWAIT).is_ok() && goes_on
     }
 
-    fn attach(&mut self, user: u32, name: &str, from: usize) -> Result<(Answer, Vec<OwnedFd>), Refused> {
+    fn attach(&mut self, user: u32, name: &str, from: usize) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
         let found = self.shelf.find(user, name).inspect_err(|_| self.shelf.misses += 1)?;
         let kept = &mut self.shelf.models[found];
         let may = kept.checked == Checked::Here || (kept.user == user && kept.checked == Checked::ByItsOwner);
         if !may {
-            return Err((Refusal::Checking, format!("{name:?} is being compared with its manifest")));
+            return Err((KeepRefusal::Checking, format!("{name:?} is being compared with its manifest")));
         }
         let wanted = kept.fds.iter().skip(from).take(MAX_FDS);
         let lent = wanted.map(lend).collect::<Result<Vec<_>, _>>();
-        let lent = lent.map_err(|e| (Refusal::Room, format!("the keeper cannot open more: {e}")))?;
+        let lent = lent.map_err(|e| (KeepRefusal::Room, format!("the keeper cannot open more: {e}")))?;
         if lent.is_empty() {
-            return Err((Refusal::Bad, format!("{name:?} has {} descriptors", kept.fds.len())));
+            return Err((KeepRefusal::Bad, format!("{name:?} has {} descriptors", kept.fds.len())));
         }
         kept.used = Instant::now();
         if from == 0 {
             kept.attaches += 1;
             self.shelf.hits += 1;
         }
-        Ok((Answer::Lent { of: kept.fds.len() }, lent))
+        Ok((KeeperAnswer::Lent { of: kept.fds.len() }, lent))
     }
 
     /// Room that is promised to connections of a user, and to all, but one.
@@ -255,7 +256,7 @@ impl Keeper {
         (of_the_user, others().fold(0, |n: u64, of| n.saturating_add(of.promised)))
     }
 
-    fn room(&mut self, number: u64, bytes: u64) -> Result<(Answer, Vec<OwnedFd>), Refused> {
+    fn room(&mut self, number: u64, bytes: u64) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
         let user = self.connections[&number].user;
         let gone = self.shelf.make_room(user, bytes, self.promised(user, number))?;
         for kept in gone {
@@ -263,7 +264,7 @@ impl Keeper {
             self.release(kept);
         }
         self.connections.entry(number).and_modify(|connection| connection.promised = bytes);
-        Ok((Answer::Done, Vec::new()))
+        Ok((KeeperAnswer::Done, Vec::new()))
     }
 
     /// Memory is freed by whoever closes it last.
@@ -272,13 +273,13 @@ impl Keeper {
         self.closers.close(kept.user, kept.fds);
     }
 
-    fn keep(&mut self, number: u64) -> Result<(Answer, Vec<OwnedFd>), Refused> {
-        let Some(connection) = self.connections.get_mut(&number) else { return Ok((Answer::Done, Vec::new())) };
+    fn keep(&mut self, number: u64) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok((KeeperAnswer::Done, Vec::new())) };
         let (user, fds, promised) = (connection.user, std::mem::take(&mut connection.parts), connection.promised);
         let bytes = fds.iter().map(|fd| sealed_bytes(fd.as_fd())).try_fold(0u64, |sum, n| sum.checked_add(n?));
         let Some(bytes) = bytes else {
             self.closers.close(user, fds);
-            return Err((Refusal::Bad, "its memory is not sealed memfds of ordinary pages".to_owned()));
+            return Err((KeepRefusal::Bad, "its memory is not sealed memfds of ordinary pages".to_owned()));
         };
         if bytes > promised
             && let Err(refused) = self.room(number, bytes)
@@ -289,7 +290,7 @@ impl Keeper {
         let name = self.shelve(user, fds, None)?;
         self.connections.entry(number).and_modify(|connection| connection.promised = 0);
         (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes"));
-        Ok((Answer::Done, Vec::new()))
+        Ok((KeeperAnswer::Done, Vec::new()))
     }
 
     /// Adds a model, in place of another one of its name, or one that the store has under a number; returns the name.
@@ -309,7 +310,7 @@ impl Keeper {
                 // Its keeper ended while it was put there.
                 stored.inspect(|number| self.store.remove(*number, user, fds.len()));
                 self.closers.close(user, fds);
-                return Err((Refusal::Bad, why));
+                return Err((KeepRefusal::Bad, why));
             }
         };
         // Of a million tensors, their names are not needed here.
@@ -360,15 +361,15 @@ impl Keeper {
         }
     }
 
-    fn drop_model(&mut self, user: u32, name: &str) -> Result<(Answer, Vec<OwnedFd>), Refused> {
+    fn drop_model(&mut self, user: u32, name: &str) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
         let found = self.shelf.find(user, name)?;
         if self.shelf.models[found].user != user {
-            return Err((Refusal::Absent, format!("{name:?} is another user's")));
+            return Err((KeepRefusal::Absent, format!("{name:?} is another user's")));
         }
         let kept = self.shelf.models.remove(found);
         (self.log)(&format!("drops {:?} of user {user}", kept.model.name));
         self.release(kept);
-        Ok((Answer::Done, Vec::new()))
+        Ok((KeeperAnswer::Done, Vec::new()))
     }
 }
 

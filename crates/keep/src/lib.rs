@@ -5,7 +5,7 @@
 //! that hash models before other users get them.
 //!
 //! ```
-//! use dmalane_keep::{Config, Keeper, Listener};
+//! use dmalane_keep::{KeeperConfig, Keeper, Listener};
 //! use dmalane_load::kept::{self, KeepOptions};
 //!
 //! # let folder = tempfile::tempdir()?;
@@ -14,12 +14,12 @@
 //! // The keeper, usually a process of its own (`dmalaned keep`).
 //! let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
 //! let listener = Listener::bind(&socket, 0o600)?;
-//! let keeper = Keeper::new(Config { memory: 1 << 30, ..Config::default() }, |line| eprintln!("{line}"));
+//! let keeper = Keeper::new(KeeperConfig { memory: 1 << 30, ..KeeperConfig::default() }, |line| eprintln!("{line}"));
 //! let keeper = std::thread::spawn(move || keeper.run(listener, std::os::fd::AsFd::as_fd(&stopped)));
 //!
 //! let options = KeepOptions { name: Some("llama".to_owned()), socket: Some(socket.clone()), ..Default::default() };
 //! kept::keep([&model], &options, |_| std::ops::ControlFlow::Continue(()))?;
-//! let lent = kept::Keeper::connect(&socket)?.attach("llama")?;
+//! let lent = kept::KeeperClient::connect(&socket)?.attach("llama")?;
 //! assert_eq!(lent.model.files.len(), 1);
 //! # drop(stop);
 //! # keeper.join().unwrap()?;
@@ -33,7 +33,7 @@ mod lend;
 mod shelf;
 mod store;
 
-pub use config::Config;
+pub use config::KeeperConfig;
 pub use dmalane_daemon::Listener;
 pub use keeper::{Keeper, KeeperError};
 pub use store::{Store, hold, inherited};

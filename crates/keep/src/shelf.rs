@@ -4,9 +4,9 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use dmalane_load::kept::KeptModel;
-use dmalane_load::kept::wire::{Listed, ListedModel, Refusal};
+use dmalane_load::kept::wire::{KeepRefusal, KeptList, KeptRow};
 
-use crate::config::Config;
+use crate::config::KeeperConfig;
 use crate::lend::is_lent;
 
 /// The shortest beginning of a hash that names a model.
@@ -47,7 +47,7 @@ impl Kept {
 /// The models, and room that is promised.
 #[derive(Default)]
 pub(crate) struct Shelf {
-    pub(crate) config: Config,
+    pub(crate) config: KeeperConfig,
     pub(crate) models: Vec<Kept>,
     pub(crate) hits: u64,
     pub(crate) misses: u64,
@@ -55,7 +55,7 @@ pub(crate) struct Shelf {
 }
 
 /// A refusal with its reason in words.
-pub(crate) type Refused = (Refusal, String);
+pub(crate) type Refused = (KeepRefusal, String);
 
 impl Shelf {
     /// The models of a user; of anyone with `None`.
@@ -70,7 +70,7 @@ impl Shelf {
     /// Which model a user means: one of its own by name, else by the beginning of its hash, or another user's by
     /// `USER:NAME` if it is shared.
     pub(crate) fn find(&self, user: u32, name: &str) -> Result<usize, Refused> {
-        let absent = |why: String| (Refusal::Absent, why);
+        let absent = |why: String| (KeepRefusal::Absent, why);
         if let Some((owner, name)) = name.split_once(':') {
             let owner: u32 = owner.parse().map_err(|_| absent(format!("{owner:?} is not the number of a user")))?;
             let is_it = |kept: &Kept| kept.user == owner && kept.model.name == name;
@@ -88,7 +88,7 @@ impl Shelf {
             // Models of one hash are the same, under several names.
             return match others.iter().all(|(_, kept)| kept.model.id == one.model.id) {
                 true => Ok(*first),
-                false => Err((Refusal::Ambiguous, format!("several models have a hash that begins with {name}"))),
+                false => Err((KeepRefusal::Ambiguous, format!("several models have a hash that begins with {name}"))),
             };
         }
         let shares = |kept: &&Kept| kept.model.shared && kept.model.name == name;
@@ -122,7 +122,7 @@ impl Shelf {
                         "{bytes} bytes do not fit: {whose} {limit}, and {used} are in use or promised; those to which \
                          somebody is attached stay (dmalane kept, dmalane drop)"
                     );
-                    return Err((Refusal::Room, text));
+                    return Err((KeepRefusal::Room, text));
                 };
                 if !gone.contains(&kept.number) && !kept.is_lent() {
                     gone.push(kept.number);
@@ -134,9 +134,9 @@ impl Shelf {
     }
 
     /// What a user may see.
-    pub(crate) fn list(&self, user: u32) -> Listed {
+    pub(crate) fn list(&self, user: u32) -> KeptList {
         let seen = self.models.iter().filter(|kept| kept.user == user || kept.model.shared);
-        let row = |kept: &Kept| ListedModel {
+        let row = |kept: &Kept| KeptRow {
             name: kept.model.name.clone(),
             id: kept.model.id.clone(),
             user: kept.user,
@@ -149,6 +149,6 @@ impl Shelf {
         };
         let Self { hits, misses, evicted, .. } = *self;
         let (used, limit) = (self.bytes(None), self.config.memory);
-        Listed { models: seen.map(row).collect(), used, limit, hits, misses, evicted }
+        KeptList { models: seen.map(row).collect(), used, limit, hits, misses, evicted }
     }
 }

@@ -12,8 +12,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dmalane_dma::{receive_with_fds, send_with_fds};
-use dmalane_keep::{Config, Keeper, KeeperError, Listener};
-use dmalane_load::kept::wire::{Answer, Message, Refusal};
+use dmalane_keep::{Keeper, KeeperConfig, KeeperError, Listener};
+use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, Message};
 use dmalane_load::kept::{self, KeepError, KeepOptions, KeptModel};
 use dmalane_load::{Error, HostModel, Manifest, ModelOptions, OpenFile, write_sample};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -28,7 +28,7 @@ struct Served {
 }
 
 impl Served {
-    fn new(config: Config) -> Self {
+    fn new(config: KeeperConfig) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let listener = Listener::bind(&folder.path().join("socket"), 0o600).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
@@ -40,15 +40,15 @@ impl Served {
     }
 
     fn of_bytes(memory: u64) -> Self {
-        Self::new(Config { memory, ..Config::default() })
+        Self::new(KeeperConfig { memory, ..KeeperConfig::default() })
     }
 
     fn socket(&self) -> PathBuf {
         self.folder.path().join("socket")
     }
 
-    fn client(&self) -> kept::Keeper {
-        kept::Keeper::connect(&self.socket()).unwrap()
+    fn client(&self) -> kept::KeeperClient {
+        kept::KeeperClient::connect(&self.socket()).unwrap()
     }
 
     /// A sample of some bytes.
@@ -75,7 +75,7 @@ impl Drop for Served {
     }
 }
 
-fn open(client: &kept::Keeper, name: &str, options: ModelOptions) -> HostModel {
+fn open(client: &kept::KeeperClient, name: &str, options: ModelOptions) -> HostModel {
     let files = client.attach(name).unwrap().into_files();
     HostModel::of_files(files.iter().map(|file| OpenFile::of(file).unwrap()), options).unwrap()
 }
@@ -144,7 +144,10 @@ fn a_hash_names_it_and_its_manifest_is_right() {
     assert_eq!(manifest.id(), model.id, "with or without SHA-256");
     let lent = served.client().attach(&model.id[..8]).unwrap();
     assert_eq!(lent.manifest().unwrap().id(), model.id);
-    assert!(matches!(served.client().attach(&model.id[..7]), Err(KeepError::Refused { kind: Refusal::Absent, .. })));
+    assert!(matches!(
+        served.client().attach(&model.id[..7]),
+        Err(KeepError::Refused { kind: KeepRefusal::Absent, .. })
+    ));
     // A manifest of other bytes keeps nothing.
     let other = served.sample("b", 1 << 20, 2);
     std::fs::rename(&other, served.folder.path().join("a.safetensors")).unwrap();
@@ -262,10 +265,10 @@ fn raw(served: &Served) -> OwnedFd {
 }
 
 /// What the keeper answers; `None` at the end of the connection.
-fn answered(socket: &OwnedFd) -> Option<Answer> {
+fn answered(socket: &OwnedFd) -> Option<KeeperAnswer> {
     let mut text = [0; 8192];
     let got = receive_with_fds(socket, &mut text, RecvFlags::empty()).ok()?;
-    (got.len > 0).then(|| serde_json::from_slice::<Message<Answer>>(&text[..got.len]).unwrap().body)
+    (got.len > 0).then(|| serde_json::from_slice::<Message<KeeperAnswer>>(&text[..got.len]).unwrap().body)
 }
 
 #[test]
@@ -279,7 +282,8 @@ fn hostile_clients_are_refused_and_change_nothing() {
         send_with_fds(&socket, text, &fds, SendFlags::empty()).unwrap();
         answered(&socket)
     };
-    let is_bad = |answer: Option<Answer>| matches!(answer, Some(Answer::Refused { kind: Refusal::Bad, .. }));
+    let is_bad =
+        |answer: Option<KeeperAnswer>| matches!(answer, Some(KeeperAnswer::Refused { kind: KeepRefusal::Bad, .. }));
     for text in ["x", "{}", r#"{"version":1}"#, r#"{"version":1,"ask":"other"}"#, r#"{"version":2,"ask":"list"}"#] {
         assert!(is_bad(say(text.as_bytes(), &[])), "{text}");
     }
@@ -311,10 +315,10 @@ fn hostile_clients_are_refused_and_change_nothing() {
     let mut fds = described(&short, b"", &[]);
     fds.push(huge);
     let refused = say(keep, &fds);
-    assert!(matches!(refused, Some(Answer::Refused { kind: Refusal::Room, .. })), "{refused:?}");
+    assert!(matches!(refused, Some(KeeperAnswer::Refused { kind: KeepRefusal::Room, .. })), "{refused:?}");
     for bytes in [65 << 20, u64::MAX] {
         let refused = say(format!(r#"{{"version":1,"ask":"room","bytes":{bytes}}}"#).as_bytes(), &[]);
-        assert!(matches!(refused, Some(Answer::Refused { kind: Refusal::Room, .. })), "{refused:?}");
+        assert!(matches!(refused, Some(KeeperAnswer::Refused { kind: KeepRefusal::Room, .. })), "{refused:?}");
     }
     // Room is promised for as long as the connection lasts.
     let first = served.client();

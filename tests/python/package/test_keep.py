@@ -108,7 +108,8 @@ def test_what_is_written_to_a_tensor_of_pytorch_stays_here(keeper):
     here = dmalane.load_file(path, "pt", keep=True)
     here["a"].zero_()
     assert dmalane.attach("m", "pt")["a"].numpy().tobytes() == tensors["a"][2]
-    assert torch.equal(dmalane.attach("m", "pt")["c"], torch.frombuffer(bytearray(tensors["c"][2]), dtype=torch.float32))
+    expected = torch.frombuffer(bytearray(tensors["c"][2]), dtype=torch.float32)
+    assert torch.equal(dmalane.attach("m", "pt")["c"], expected)
 
 
 def test_it_is_read_onto_a_device(keeper):

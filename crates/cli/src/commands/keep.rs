@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use dmalane::load::fill::Event;
-use dmalane::load::kept::wire::Listed;
-use dmalane::load::kept::{self, KeepOptions, Keeper, socket_path};
+use dmalane::load::kept::wire::KeptList;
+use dmalane::load::kept::{self, KeepOptions, KeeperClient, socket_path};
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -135,7 +135,7 @@ impl Kept {
             output::print(&metrics(&listed))?;
             return Ok(ExitCode::SUCCESS);
         }
-        let Listed { models, used, limit, hits, misses, evicted } = &listed;
+        let KeptList { models, used, limit, hits, misses, evicted } = &listed;
         let object = || {
             json!({
                 "schema": 1, "command": "kept", "models": models, "used_bytes": used, "limit_bytes": limit,
@@ -164,7 +164,7 @@ impl Kept {
 }
 
 /// The list as text of OpenMetrics (<https://prometheus.io/docs/specs/om/open_metrics_spec/>).
-fn metrics(listed: &Listed) -> String {
+fn metrics(listed: &KeptList) -> String {
     let mut text = String::new();
     let mut add = |name: &str, kind: &str, value: u64| {
         let suffix = if kind == "counter" { "_total" } else { "" };
@@ -209,7 +209,8 @@ impl Drop {
     }
 }
 
-fn connect() -> Result<Keeper, Failure> {
+fn connect() -> Result<KeeperClient, Failure> {
     let path = socket_path();
-    Keeper::connect(&path).map_err(|e| Failure::because(format!("cannot ask the keeper at {}", path.display()), &e))
+    KeeperClient::connect(&path)
+        .map_err(|e| Failure::because(format!("cannot ask the keeper at {}", path.display()), &e))
 }

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use dmalane::load::kept::{Attached, Keeper};
+use dmalane::load::kept::{Attached, KeeperClient};
 use dmalane::{HostModel, ModelOptions, OpenFile};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -196,7 +196,7 @@ fn whoever_is_killed_no_byte_differs_and_nothing_is_lost() {
         .collect();
     assert!(keeping.run(&["keep", "m0.safetensors"]).status.success());
     // Attached all the time: it makes no room.
-    let held = Keeper::connect(&keeping.socket()).unwrap().attach("m0").unwrap();
+    let held = KeeperClient::connect(&keeping.socket()).unwrap().attach("m0").unwrap();
     let (stop, attached, slowest) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     let socket = keeping.socket();
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
@@ -206,7 +206,7 @@ fn whoever_is_killed_no_byte_differs_and_nothing_is_lost() {
             while !stop.load(Ordering::Relaxed) {
                 let n = random.below(4);
                 let start = Instant::now();
-                let lent = Keeper::connect(&socket).and_then(|keeper| keeper.attach(&format!("m{n}")));
+                let lent = KeeperClient::connect(&socket).and_then(|keeper| keeper.attach(&format!("m{n}")));
                 slowest.fetch_max(start.elapsed().as_millis() as u64, Ordering::Relaxed);
                 if let Ok(lent) = lent {
                     assert!(bytes_of(lent) == expected[n as usize], "m{n} differs");
@@ -236,7 +236,7 @@ fn whoever_is_killed_no_byte_differs_and_nothing_is_lost() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    let keeper = Keeper::connect(&socket).unwrap();
+    let keeper = KeeperClient::connect(&socket).unwrap();
     assert!(bytes_of(held) == expected[0], "who is attached never notices");
     assert!(bytes_of(keeper.attach("m0").unwrap()) == expected[0], "it was taken back each time");
     assert!(attached.load(Ordering::Relaxed) > 0);

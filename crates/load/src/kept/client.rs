@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dmalane_dma::{PeerError, check_peer, receive_with_fds, send_with_fds, trusted_users};
+use dmalane_dma::{check_peer, receive_with_fds, send_with_fds, trusted_users};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
-use thiserror::Error;
 
 use super::describe::{KeptEntry, KeptModel};
+use super::error::KeepError;
 use super::file::KeptFile;
-use super::wire::{Answer, Ask, Listed, MAX_FDS, MAX_MESSAGE, Message, Refusal, VERSION};
+use super::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, KeptList, MAX_FDS, MAX_MESSAGE, Message, VERSION};
 use crate::manifest::Manifest;
 use crate::set::SetFile;
 
@@ -26,47 +26,6 @@ const VARIABLE: &str = "DMALANE_KEEP";
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a model is waited for whose bytes the keeper is comparing with its manifest.
 const CHECKED_WITHIN: Duration = Duration::from_millis(1500);
-
-/// Reason why a kept model cannot be had.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum KeepError {
-    /// No keeper answers.
-    #[error("no keeper answers at {} (dmalaned keep starts one)", path.display())]
-    NoKeeper {
-        /// Its socket.
-        path: PathBuf,
-        /// The kernel's answer.
-        source: std::io::Error,
-    },
-    /// The keeper belongs to a user who is not trusted.
-    #[error("the keeper is not trusted")]
-    Peer(#[from] PeerError),
-    /// The keeper has refused.
-    #[error("{why}")]
-    Refused {
-        /// Why.
-        kind: Refusal,
-        /// In words.
-        why: String,
-    },
-    /// What has come is not what was promised.
-    #[error("{what}: {why}")]
-    Bad {
-        /// Which part of it.
-        what: String,
-        /// The defect.
-        why: String,
-    },
-    /// A model cannot be kept.
-    #[error("cannot {what}")]
-    System {
-        /// The attempt ("seal its memory").
-        what: &'static str,
-        /// The kernel's answer.
-        source: std::io::Error,
-    },
-}
 
 /// The name in a path of the form `kept:NAME`, where there is no such file.
 pub fn name_in(path: &Path) -> Option<&str> {
@@ -142,17 +101,17 @@ impl Attached {
 /// # Errors
 /// [`KeepError`].
 pub fn attach(name: &str) -> Result<Attached, KeepError> {
-    Keeper::connect(&socket_path())?.attach(name)
+    KeeperClient::connect(&socket_path())?.attach(name)
 }
 
 /// A connection to a keeper.
 #[derive(Debug)]
-pub struct Keeper {
+pub struct KeeperClient {
     socket: OwnedFd,
     path: PathBuf,
 }
 
-impl Keeper {
+impl KeeperClient {
     /// Connects to the keeper of a socket, which must be this user's or root's.
     ///
     /// # Errors
@@ -170,14 +129,14 @@ impl Keeper {
         Ok(Self { socket, path: path.to_owned() })
     }
 
-    fn send(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+    fn send(&self, ask: &KeeperAsk, fds: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
         let failed = |source: std::io::Error| KeepError::NoKeeper { path: self.path.clone(), source };
         let message = Message { version: VERSION, body: ask };
         let text = serde_json::to_vec(&message).map_err(|e| failed(e.into()))?;
         send_with_fds(&self.socket, &text, fds, SendFlags::empty()).map(drop).map_err(|e| failed(e.into()))
     }
 
-    fn answer(&self) -> Result<(Answer, Vec<OwnedFd>), KeepError> {
+    fn answer(&self) -> Result<(KeeperAnswer, Vec<OwnedFd>), KeepError> {
         let failed = |source: std::io::Error| KeepError::NoKeeper { path: self.path.clone(), source };
         let mut text = [0; MAX_MESSAGE];
         let got = receive_with_fds(&self.socket, &mut text, RecvFlags::empty()).map_err(|e| failed(e.into()))?;
@@ -188,15 +147,15 @@ impl Keeper {
         if got.is_cut {
             return Err(bad("this process may not open as many descriptors (ulimit -n)".to_owned()));
         }
-        let message: Message<Answer> =
+        let message: Message<KeeperAnswer> =
             serde_json::from_slice(&text[..got.len]).map_err(|e| bad(format!("it is not understood: {e}")))?;
         match message.body {
-            Answer::Refused { kind, why } => Err(KeepError::Refused { kind, why }),
+            KeeperAnswer::Refused { kind, why } => Err(KeepError::Refused { kind, why }),
             answer => Ok((answer, got.fds)),
         }
     }
 
-    fn ask(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<(Answer, Vec<OwnedFd>), KeepError> {
+    fn ask(&self, ask: &KeeperAsk, fds: &[BorrowedFd<'_>]) -> Result<(KeeperAnswer, Vec<OwnedFd>), KeepError> {
         self.send(ask, fds)?;
         self.answer()
     }
@@ -210,16 +169,16 @@ impl Keeper {
         let bad = |why: String| KeepError::Bad { what: format!("{PREFIX}{name}"), why };
         let (begun, mut all) = (Instant::now(), Vec::new());
         loop {
-            let ask = Ask::Attach { name: name.to_owned(), from: all.len() };
+            let ask = KeeperAsk::Attach { name: name.to_owned(), from: all.len() };
             match self.ask(&ask, &[]) {
-                Ok((Answer::Lent { of }, fds)) if !fds.is_empty() => {
+                Ok((KeeperAnswer::Lent { of }, fds)) if !fds.is_empty() => {
                     all.extend(fds);
                     if all.len() >= of {
                         break;
                     }
                 }
                 Ok((answer, _)) => return Err(bad(format!("the keeper's answer was {answer:?}"))),
-                Err(KeepError::Refused { kind: Refusal::Checking, .. }) if begun.elapsed() < CHECKED_WITHIN => {
+                Err(KeepError::Refused { kind: KeepRefusal::Checking, .. }) if begun.elapsed() < CHECKED_WITHIN => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) => return Err(error),
@@ -233,7 +192,7 @@ impl Keeper {
     /// # Errors
     /// [`KeepError`].
     pub fn room(&self, bytes: u64) -> Result<(), KeepError> {
-        self.ask(&Ask::Room { bytes }, &[]).map(drop)
+        self.ask(&KeeperAsk::Room { bytes }, &[]).map(drop)
     }
 
     /// Has a model kept: its description, its manifest, and its files, all in sealed memfds.
@@ -244,7 +203,7 @@ impl Keeper {
         let mut parts = fds.chunks(MAX_FDS).peekable();
         while let Some(part) = parts.next() {
             let fds: Vec<_> = part.iter().map(AsFd::as_fd).collect();
-            self.send(&Ask::Keep { more: parts.peek().is_some() }, &fds)?;
+            self.send(&KeeperAsk::Keep { more: parts.peek().is_some() }, &fds)?;
         }
         self.answer().map(drop)
     }
@@ -254,17 +213,17 @@ impl Keeper {
     /// # Errors
     /// [`KeepError`].
     pub fn drop_model(&self, name: &str) -> Result<(), KeepError> {
-        self.ask(&Ask::Drop { name: name.to_owned() }, &[]).map(drop)
+        self.ask(&KeeperAsk::Drop { name: name.to_owned() }, &[]).map(drop)
     }
 
     /// The models that are lent to this user.
     ///
     /// # Errors
     /// [`KeepError`].
-    pub fn list(&self) -> Result<Listed, KeepError> {
+    pub fn list(&self) -> Result<KeptList, KeepError> {
         let bad = |why: String| KeepError::Bad { what: format!("the answer of {}", self.path.display()), why };
-        match self.ask(&Ask::List, &[])? {
-            (Answer::List, fds) if fds.len() == 1 => {
+        match self.ask(&KeeperAsk::List, &[])? {
+            (KeeperAnswer::List, fds) if fds.len() == 1 => {
                 let text = super::read_text(&fds[0], u64::from(u32::MAX))?;
                 serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))
             }

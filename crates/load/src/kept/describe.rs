@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
-use super::client::KeepError;
+use super::error::KeepError;
 
 /// The version of the JSON.
 pub(super) const SCHEMA: u64 = 1;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dmalane_dma::SharedBuf;
 use dmalane_file::FileHandle;
 
-use super::client::KeepError;
+use super::error::KeepError;
 use crate::model::Block;
 
 /// A file in memory that nobody can change: its bytes, from the first byte of the memory on.

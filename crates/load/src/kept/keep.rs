@@ -8,9 +8,10 @@ use std::sync::Arc;
 use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
 
-use super::client::{Attached, KeepError, Keeper, socket_path};
+use super::client::{Attached, KeeperClient, socket_path};
 use super::describe::{KeptEntry, KeptModel, SCHEMA, Stamp, check_name, sealed_text};
-use super::wire::Refusal;
+use super::error::KeepError;
+use super::wire::KeepRefusal;
 use crate::difference::Difference;
 use crate::error::Error;
 use crate::fill::{Digest, Event, FilledBuf};
@@ -43,8 +44,8 @@ impl KeepOptions {
         check_name(&name).map(|()| name.clone()).map_err(no_name)
     }
 
-    fn keeper(&self) -> Result<Keeper, KeepError> {
-        Keeper::connect(&self.socket.clone().unwrap_or_else(socket_path))
+    fn keeper(&self) -> Result<KeeperClient, KeepError> {
+        KeeperClient::connect(&self.socket.clone().unwrap_or_else(socket_path))
     }
 }
 
@@ -66,7 +67,7 @@ pub fn keep<P: AsRef<Path>>(
 /// Attaches to a model that was kept from these files, which have not changed since, or else keeps it first.
 ///
 /// # Errors
-/// As of [`keep`], and of [`Keeper::attach`].
+/// As of [`keep`], and of [`KeeperClient::attach`].
 pub fn attach_or_keep<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
@@ -86,7 +87,7 @@ pub fn attach_or_keep<P: AsRef<Path>>(
             }
             Ok(lent)
         }
-        Ok(_) | Err(KeepError::Refused { kind: Refusal::Absent, .. }) => {
+        Ok(_) | Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) => {
             keep_files(&keeper, name.clone(), files, options, watch)?;
             Ok(keeper.attach(&name)?)
         }
@@ -119,7 +120,7 @@ fn differences(expected: &Expected<'_>, found: &Manifest) -> Vec<Difference> {
 }
 
 fn keep_files(
-    keeper: &Keeper,
+    keeper: &KeeperClient,
     name: String,
     files: Vec<OpenFile>,
     options: &KeepOptions,

@@ -11,11 +11,13 @@
 
 mod client;
 mod describe;
+mod error;
 mod file;
 mod keep;
 pub mod wire;
 
-pub use client::{Attached, KeepError, Keeper, attach, name_in, socket_path};
+pub use client::{Attached, KeeperClient, attach, name_in, socket_path};
 pub use describe::{KeptEntry, KeptModel, Stamp, check_name, read_text, sealed_text};
+pub use error::KeepError;
 pub use file::KeptFile;
 pub use keep::{KeepOptions, attach_or_keep, check, keep};

@@ -22,7 +22,7 @@ pub struct Message<T> {
 /// A question of a client.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(tag = "ask", rename_all = "snake_case")]
-pub enum Ask {
+pub enum KeeperAsk {
     /// Lends a model: descriptors from number `from` on (the description, the manifest, the files).
     Attach {
         /// Its name, the beginning of its hash, or `USER:NAME`.
@@ -42,7 +42,7 @@ pub enum Ask {
     },
     /// Lends a model no more; who is attached keeps it.
     Drop {
-        /// As of [`Ask::Attach`]; of the user's own.
+        /// As of [`KeeperAsk::Attach`]; of the user's own.
         name: String,
     },
     /// Lists what is lent to this user.
@@ -52,7 +52,7 @@ pub enum Ask {
 /// An answer of the keeper.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 #[serde(tag = "answer", rename_all = "snake_case")]
-pub enum Answer {
+pub enum KeeperAnswer {
     /// Done.
     Done,
     /// The descriptors come with it.
@@ -60,12 +60,12 @@ pub enum Answer {
         /// How many there are in all.
         of: usize,
     },
-    /// A sealed memfd with the list comes with it: a [`Listed`] as JSON.
+    /// A sealed memfd with the list comes with it: a [`KeptList`] as JSON.
     List,
     /// It is not done.
     Refused {
         /// Why.
-        kind: Refusal,
+        kind: KeepRefusal,
         /// The same in words.
         why: String,
     },
@@ -74,7 +74,7 @@ pub enum Answer {
 /// Why something is refused.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
-pub enum Refusal {
+pub enum KeepRefusal {
     /// No such model.
     Absent,
     /// Several models.
@@ -89,11 +89,11 @@ pub enum Refusal {
     Bad,
 }
 
-/// What a keeper holds, for [`Ask::List`].
+/// What a keeper holds, for [`KeeperAsk::List`].
 #[derive(Serialize, Deserialize, Debug, Clone, Default)]
-pub struct Listed {
+pub struct KeptList {
     /// The models.
-    pub models: Vec<ListedModel>,
+    pub models: Vec<KeptRow>,
     /// Bytes of all models, also those of other users.
     pub used: u64,
     /// The limit.
@@ -108,7 +108,7 @@ pub struct Listed {
 
 /// A model that is kept.
 #[derive(Serialize, Deserialize, Debug, Clone)]
-pub struct ListedModel {
+pub struct KeptRow {
     /// Its name.
     pub name: String,
     /// Its hash.

@@ -1,5 +1,6 @@
 //! The files of one model: which of a folder's files they are, which of their tensors count, and whether all are there.
 
+mod file;
 mod hub;
 mod index;
 mod names;
@@ -10,10 +11,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use self::file::SetFile;
 use self::names::{LISTED, Name, choose, listed, whole_set};
 use crate::container::{CONTAINERS, Model, gguf, short};
 use crate::error::Error;
-use crate::kept::{self, KeptFile};
+use crate::kept;
 
 /// The files that a path stands for.
 #[derive(Clone, Debug, Default)]
@@ -22,23 +24,6 @@ pub struct ModelSet {
     pub files: Vec<SetFile>,
     /// Files beside them that are no part of the model, each with why.
     pub left_out: Vec<(PathBuf, String)>,
-}
-
-/// A file of a model.
-#[derive(Clone, Debug)]
-pub struct SetFile {
-    /// Where it is.
-    pub path: PathBuf,
-    /// The tensors that an index lists for it, by which the others do not count; `None` for all.
-    pub listed: Option<Arc<BTreeSet<String>>>,
-    /// The memory that holds it, of a model that a keeper lends.
-    pub kept: Option<Arc<KeptFile>>,
-}
-
-impl SetFile {
-    fn whole(path: PathBuf) -> Self {
-        Self { path, listed: None, kept: None }
-    }
 }
 
 /// Whether a file of this name lists the files of a model: `*.safetensors.index.json`, or that of a variant.

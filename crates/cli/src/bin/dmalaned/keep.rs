@@ -15,7 +15,7 @@ use std::thread;
 
 use clap::Args;
 use dmalane::dma::room;
-use dmalane::keep::{Config, Keeper, Store, hold, inherited};
+use dmalane::keep::{Keeper, KeeperConfig, Store, hold, inherited};
 use dmalane::load::kept::{self, KeepOptions, socket_path};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::number::within;
@@ -72,7 +72,7 @@ impl Keep {
         let memory = self.memory.map(Size::bytes).or_else(half).ok_or_else(no_limit)?;
         let alone = mode & 0o077 == 0;
         let user_percent = self.user_share.unwrap_or(if alone { 100 } else { 75 });
-        let config = Config { memory, user_percent, ..Config::default() };
+        let config = KeeperConfig { memory, user_percent, ..KeeperConfig::default() };
         let mut stop = system::termination()?;
         if let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             // Where it cannot be made, listening fails and says so.
