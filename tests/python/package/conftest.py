@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,18 @@ def driver():
     gc.collect()
     driver.end()
     assert driver.report() == ["", ""], "nothing is left, and nothing was done wrong"
+
+
+@pytest.fixture
+def keeper(tmp_path, monkeypatch):
+    """A keeper of its own; its folder."""
+    program = Path(os.environ.get("DMALANE_BIN", Path(__file__).parents[3] / "target/debug/dmalane"))
+    daemon = program.resolve().with_name("dmalaned")
+    if not daemon.is_file():
+        pytest.skip(f"{daemon} was not built")
+    monkeypatch.setenv("DMALANE_KEEP", str(tmp_path / "keep.sock"))
+    process = subprocess.Popen([daemon, "keep", "--memory", "256MiB"], stderr=subprocess.PIPE, text=True)
+    assert "keeps up to" in process.stderr.readline()
+    yield tmp_path
+    process.terminate()
+    process.wait()

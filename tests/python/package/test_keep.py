@@ -1,31 +1,14 @@
 """Models in the memory of a keeper."""
 
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from package.models import write_model
 
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 numpy = pytest.importorskip("numpy", reason="NumPy is not installed")
-
-
-@pytest.fixture
-def keeper(tmp_path, monkeypatch):
-    """A keeper of its own; its folder."""
-    program = Path(os.environ.get("DMALANE_BIN", Path(__file__).parents[3] / "target/debug/dmalane"))
-    daemon = program.resolve().with_name("dmalaned")
-    if not daemon.is_file():
-        pytest.skip(f"{daemon} was not built")
-    monkeypatch.setenv("DMALANE_KEEP", str(tmp_path / "keep.sock"))
-    process = subprocess.Popen([daemon, "keep", "--memory", "256MiB"], stderr=subprocess.PIPE, text=True)
-    assert "keeps up to" in process.stderr.readline()
-    yield tmp_path
-    process.terminate()
-    process.wait()
 
 
 def model_of(folder, seed):

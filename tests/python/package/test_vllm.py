@@ -290,3 +290,16 @@ def test_outputs_are_those_of_the_default_loader(llama, tmp_path, kind, ranks, o
     ours, log = engine(script, llama / kind, "dmalane", ranks, one_process, extra)
     assert ours == theirs
     assert "by dmalane" in log, "the bar of use_tqdm_on_load"
+
+
+def test_a_second_start_attaches_to_what_the_first_one_kept(llama, tmp_path, keeper):
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    theirs, _ = engine(script, llama / "sharded", "safetensors")
+    for attaches in (1, 2):
+        ours, log = engine(script, llama / "sharded", "dmalane", extra={"keep": True})
+        assert ours == theirs
+        print([line for line in log.splitlines() if "oading weights took" in line])
+        listed = subprocess.run([os.environ["DMALANE_BIN"], "kept", "--json"], capture_output=True, check=True)
+        (model,) = json.loads(listed.stdout)["models"]
+        assert (model["name"], model["attaches"]) == ("sharded", attaches)

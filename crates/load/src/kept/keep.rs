@@ -39,7 +39,7 @@ pub struct KeepOptions {
 
 impl KeepOptions {
     fn name_for(&self, paths: &[PathBuf]) -> Result<String, KeepError> {
-        let name = self.name.clone().or_else(|| paths.first().map(|path| name_of(path))).unwrap_or_default();
+        let name = self.name.clone().unwrap_or_else(|| name_of(paths));
         let no_name = |why| KeepError::Bad { what: "the name of the model".to_owned(), why };
         check_name(&name).map(|()| name.clone()).map_err(no_name)
     }
@@ -191,11 +191,50 @@ impl Attached {
     }
 }
 
-/// The name of a model that has none: that of its folder or file, with other characters replaced.
-fn name_of(path: &Path) -> String {
-    let named = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let stem = if named.is_dir() { named.file_name() } else { named.file_stem() };
-    // A name in the local cache of Hugging Face's libraries stays as it is.
-    let text = if path.exists() { stem.unwrap_or_default().to_string_lossy() } else { path.to_string_lossy() };
+/// The name of a model that has none: of a model in the local cache of Hugging Face's libraries its own, else that of
+/// its folder, or of its file where that has one of its own. Other characters are replaced.
+fn name_of(paths: &[PathBuf]) -> String {
+    let Some(first) = paths.first() else { return String::new() };
+    let path = std::path::absolute(first).unwrap_or_else(|_| first.clone());
+    let named = |path: Option<&Path>| path.and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned();
+    let folder = if path.is_dir() { Some(&*path) } else { path.parent() };
+    let revisions = folder.and_then(Path::parent);
+    let cached = named(revisions.and_then(Path::parent));
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let text = match cached.strip_prefix("models--").filter(|_| named(revisions) == "snapshots") {
+        Some(name) => name.replace("--", "/"),
+        None if !path.exists() && paths.len() == 1 => first.to_string_lossy().into_owned(),
+        None if path.is_dir() || paths.len() > 1 || stem == "model" || stem.starts_with("model.") => named(folder),
+        None => stem.into_owned(),
+    };
     text.chars().map(|c| if c.is_ascii_alphanumeric() || "._-/".contains(c) { c } else { '-' }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_has_a_name_of_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |path: &str| folder.path().join(path);
+        std::fs::create_dir_all(at("hub/models--org--it/snapshots/0f3a")).unwrap();
+        std::fs::create_dir(at("my llama")).unwrap();
+        for file in ["hub/models--org--it/snapshots/0f3a/model.safetensors", "my llama/model.safetensors", "q4.gguf"] {
+            std::fs::write(at(file), "").unwrap();
+        }
+        for (paths, name) in [
+            (&["hub/models--org--it/snapshots/0f3a"][..], "org/it"),
+            (&["hub/models--org--it/snapshots/0f3a/model.safetensors"], "org/it"),
+            (&["my llama"], "my-llama"),
+            (&["my llama/model.safetensors"], "my-llama"),
+            (&["my llama/a.safetensors", "my llama/b.safetensors"], "my-llama"),
+            (&["q4.gguf"], "q4"),
+        ] {
+            assert_eq!(name_of(&paths.iter().map(|path| at(path)).collect::<Vec<_>>()), name, "{paths:?}");
+        }
+        // Not a path, but a name in that cache.
+        assert_eq!(name_of(&["org/it".into()]), "org/it");
+        assert_eq!(name_of(&[]), "");
+    }
 }
