@@ -344,6 +344,43 @@ fn hostile_clients_are_refused_and_change_nothing() {
 }
 
 #[test]
+fn a_flood_of_requests_delays_nobody_for_long() {
+    let served = Served::of_bytes(64 << 20);
+    let path = served.sample("m", 1 << 20, 1);
+    served.keep(&path, KeepOptions::default()).unwrap();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let mut times = Vec::new();
+    std::thread::scope(|scope| {
+        for n in 0..3 {
+            let (served, stop) = (&served, &stop);
+            scope.spawn(move || {
+                let ask: &[u8] =
+                    [&b"x"[..], br#"{"version":1,"ask":"list"}"#, br#"{"version":1,"ask":"keep","more":true}"#][n];
+                let (pipe, _end) = rustix::pipe::pipe().unwrap();
+                for _ in 0..1000 {
+                    let socket = raw(served);
+                    let fds = if n == 2 { vec![pipe.as_fd(); 16] } else { vec![] };
+                    for _ in 0..8 {
+                        let _ = send_with_fds(&socket, ask, &fds, SendFlags::DONTWAIT);
+                    }
+                }
+                stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            });
+        }
+        while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+            let start = Instant::now();
+            // A user's own connections may be too many for a moment; no call hangs.
+            let _ = kept::KeeperClient::connect(&served.socket()).and_then(|keeper| keeper.attach("m"));
+            times.push(start.elapsed());
+        }
+    });
+    times.sort();
+    println!("{} attaches, half within {:?}, the slowest {:?}", times.len(), times[times.len() / 2], times.last());
+    assert!(*times.last().unwrap() < Duration::from_secs(30));
+    served.client().attach("m").unwrap();
+}
+
+#[test]
 fn what_is_lent_cannot_be_changed() {
     let served = Served::of_bytes(64 << 20);
     let path = served.sample("m", 1 << 20, 1);
@@ -352,7 +389,7 @@ fn what_is_lent_cannot_be_changed() {
     let file = OpenFile::of(&files[0]).unwrap().file().unwrap();
     let again = std::os::fd::AsRawFd::as_raw_fd(&*file);
     let writable = File::options().read(true).write(true).open(format!("/proc/self/fd/{again}"));
-    for fd in [Some(&*file), writable.as_ref().ok()].into_iter().flatten() {
+    for fd in (0..1000).flat_map(|_| [Some(&*file), writable.as_ref().ok()]).flatten() {
         assert!(rustix::io::pwrite(fd, b"x", 0).is_err(), "written");
         assert!(rustix::fs::ftruncate(fd, 0).is_err(), "cut");
         let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
