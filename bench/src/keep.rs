@@ -1,20 +1,21 @@
 //! Attaching to kept models of several sizes, beside loading the same file from the page cache.
 //!
-//! The keeper is a thread of this process, over a socket as any other. An attach ends with the tensors: their names,
+//! Each model has 200 tensors, whatever its size. The keeper is a thread of this process, over a socket as any other. An attach ends with the tensors: their names,
 //! shapes and addresses. Rounds take the sizes and the load in turn. All bytes are compared with the file in the first
 //! round.
 
 use std::error::Error;
 use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
-use dmalane::keep::{KeeperConfig, Keeper, Listener};
+use dmalane::keep::{Keeper, KeeperConfig, Listener};
 use dmalane::load::kept::{self, KeepOptions};
-use dmalane::load::{HostModel, HostTensor, ModelOptions, OpenFile, write_sample};
+use dmalane::load::{HostModel, HostTensor, ModelOptions, OpenFile};
 
 use crate::report::Report;
 
@@ -31,11 +32,41 @@ pub struct Options {
     sizes: Vec<u64>,
 }
 
+/// Tensors of each model.
+const TENSORS: u64 = 200;
+
 /// Bytes that this process has read by system calls.
 fn read_so_far() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/self/io")?;
     let line = text.lines().find_map(|line| line.strip_prefix("rchar: ")).ok_or("no rchar")?;
     Ok(line.parse()?)
+}
+
+/// Writes a model of a number of tensors that is the same for all sizes.
+fn write(path: &Path, bytes: u64) -> Result<()> {
+    let each = bytes / TENSORS / 4 * 4;
+    let mut header = String::from("{");
+    for n in 0..TENSORS {
+        let comma = if n == 0 { "" } else { "," };
+        let (start, end) = (n * each, (n + 1) * each);
+        header += &format!(
+            r#"{comma}"layers.{n}.weight":{{"dtype":"F32","shape":[{}],"data_offsets":[{start},{end}]}}"#,
+            each / 4
+        );
+    }
+    header += "}";
+    while header.len() % 8 > 0 {
+        header.push(' ');
+    }
+    let mut file = BufWriter::new(File::create(path)?);
+    file.write_all(&(header.len() as u64).to_le_bytes())?;
+    file.write_all(header.as_bytes())?;
+    let mut state = bytes | 1;
+    for _ in 0..TENSORS * each / 4 {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        file.write_all(&((state >> 32) as u32).to_le_bytes())?;
+    }
+    Ok(file.flush()?)
 }
 
 fn tensors(model: &HostModel) -> Result<Vec<HostTensor>> {
@@ -60,7 +91,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
     let path = |mib: u64| folder.path().join(format!("{mib}.safetensors"));
     for mib in &options.sizes {
-        write_sample(&mut File::create(path(*mib))?, mib << 20, *mib)?;
+        write(&path(*mib), mib << 20)?;
         let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
         kept::keep([path(*mib)], &options, |_| ControlFlow::Continue(()))?;
     }
