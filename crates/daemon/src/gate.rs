@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use dmalane_dma::receive_with_fds;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, Shutdown, SocketFlags};
 use rustix::process::{Pid, WaitOptions, wait};
@@ -21,9 +20,9 @@ use crate::fork::{end_at_missing_pages, fork_apart};
 use crate::log::{Ending, REFUSALS, tell};
 use crate::peer::Peer;
 use crate::serving::Serving;
-use crate::socket;
+use crate::socket::{self, readable};
 use crate::state::ServerState;
-use crate::table::{Seat, timespec_of};
+use crate::table::Seat;
 use crate::wire::{ClientStatus, failed};
 
 /// Connections beyond the limit, reserved for status requests of administrators.
@@ -112,15 +111,8 @@ impl<'s> Gate<'s> {
     /// Waits for the daemon's end, a connection where it `can_accept` one, the end of a child, or some time. Returns
     /// whether the first two are there.
     fn wait(&mut self, ended: &SignalFd, can_accept: bool, time: Option<Duration>) -> [bool; 2] {
-        let listener = self.listener.as_ref().filter(|_| can_accept);
-        let mut fds: Vec<_> = [Some(self.daemon.as_fd()), Some(ended.as_fd()), listener.map(AsFd::as_fd)]
-            .into_iter()
-            .flatten()
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-            .collect();
-        let _ = poll(&mut fds, time.map(timespec_of).as_ref());
-        let is_ready = |i: usize| fds.get(i).is_some_and(|fd: &PollFd<'_>| !fd.revents().is_empty());
-        let ready = [is_ready(0), is_ready(2)];
+        let listener = self.listener.as_ref().filter(|_| can_accept).map(AsFd::as_fd);
+        let [ends, connected, _] = readable([Some(self.daemon.as_fd()), listener, Some(ended.as_fd())], time);
         while let Ok(Some(_)) = ended.read_signal() {}
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
             if let Some(Some((seat, user))) = self.children.remove(&pid) {
@@ -133,7 +125,7 @@ impl<'s> Gate<'s> {
                 self.state.table.stand(seat);
             }
         }
-        ready
+        [ends, connected]
     }
 
     /// Waits until all clients have ended, if the daemon ends in good order.

@@ -21,9 +21,8 @@ use crate::connection::Connection;
 use crate::function::PROCESS_BYTES;
 use crate::log::{Ending, tell};
 use crate::peer::Peer;
-use crate::socket::{self, Received};
+use crate::socket::{self, Received, readable};
 use crate::state::ServerState;
-use crate::table::timespec_of;
 use crate::thread::{take_time, yield_to_worker};
 use crate::wire::{ClientStatus, Code, MAX_MESSAGE, failed};
 use crate::worker::Worker;
@@ -99,15 +98,12 @@ impl<'s> Serving<'s> {
         let limit = self.connection.function.is_none().then_some(self.state.config.open_timeout);
         loop {
             let after = self.since.elapsed();
-            let longest = limit.map(|limit| timespec_of(limit.saturating_sub(after)));
-            let fds = [self.connection.socket.as_fd(), self.daemon];
-            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            let _ = poll(&mut fds, longest.as_ref());
-            if !fds[1].revents().is_empty() {
+            let longest = limit.map(|limit| limit.saturating_sub(after));
+            let [is_ready, ends] = readable([Some(self.connection.socket.as_fd()), Some(self.daemon)], longest);
+            if ends {
                 return Err(Ending::ShutDown);
             }
             // What the client has sent in time is answered, but repeated status requests keep no connection open.
-            let is_ready = !fds[0].revents().is_empty();
             if is_ready && limit.is_none_or(|limit| after <= 2 * limit) {
                 return Ok(());
             }

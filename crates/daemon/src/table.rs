@@ -164,7 +164,8 @@ impl Table {
                 (turns.holder() != Some(seat)).then(|| turns.wait_of(seat))
             });
             let Some(wait) = wait else { break };
-            let woken = futex::wait(word, futex::Flags::empty(), seen, Some(&timespec_of(Duration::from_nanos(wait))));
+            let wait = Timespec::try_from(Duration::from_nanos(wait)).ok();
+            let woken = futex::wait(word, futex::Flags::empty(), seen, wait.as_ref());
             // Woken shortly before its turn: it has its processor when that comes.
             let start = now();
             while woken.is_ok() && word.load(Ordering::Acquire) == seen && now() - start < SPIN {
@@ -302,11 +303,6 @@ impl Drop for Locked<'_> {
 pub(crate) fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
-}
-
-/// A time for the kernel.
-pub(crate) fn timespec_of(time: Duration) -> Timespec {
-    Timespec { tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX), tv_nsec: i64::from(time.subsec_nanos()) }
 }
 
 #[cfg(test)]

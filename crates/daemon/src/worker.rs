@@ -1,6 +1,6 @@
 //! The worker of a client: a thread of its process that runs the queues of its function in the client's turns.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,12 +9,13 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nix::sys::resource::{UsageWho, getrusage};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use zerocopy::FromZeros;
 
 use crate::fork::{ask_for_short_slices, exit};
 use crate::function::Function;
 use crate::log::Ending;
+use crate::socket::readable;
 use crate::table::{Table, now};
 use crate::thread::{take_time, thread_time};
 use crate::turns::Step;
@@ -29,7 +30,7 @@ const STEP_TIME: u64 = 200_000;
 /// Steps that take so much longer than they have a processor, in nanoseconds, were interrupted.
 const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
-const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const MAX_SLEEP: Duration = Duration::from_secs(1);
 
 /// Wakes a worker: on the client's kicks, and requests that change what there is to do.
 pub(crate) struct Alarm {
@@ -63,7 +64,7 @@ impl Alarm {
 
     fn sleep(&self) {
         // `epoll_wait` has milliseconds, and `epoll_pwait2` is missing in older kernels.
-        let _ = poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], Some(&MAX_SLEEP));
+        readable([Some(self.epoll.as_fd())], Some(MAX_SLEEP));
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 4];
         let _ = epoll::wait(&self.epoll, &mut events, Some(&Timespec::default()));
         // Never blocks.
