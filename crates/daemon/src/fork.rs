@@ -148,26 +148,15 @@ pub(crate) fn trim() {
     }
 }
 
-/// struct sched_attr of linux/sched/types.h, as it was at first.
-#[repr(C)]
-#[derive(Default)]
-struct Attributes {
-    size: u32,
-    policy: u32,
-    flags: u64,
-    nice: i32,
-    priority: u32,
-    runtime: u64,
-    deadline: u64,
-    period: u64,
-}
-
 /// Asks for a processor soon and for a short time (Linux 6.12): a thread that waits for its turn is not to wait for
 /// the end of what another may run at a time.
 pub(crate) fn ask_for_short_slices() {
-    let attributes = Attributes { size: size_of::<Attributes>() as u32, runtime: SLICE, ..Attributes::default() };
-    // SAFETY: a structure of the size that it states, which the kernel reads.
-    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+    // SAFETY: zeros are such a structure, of numbers; the kernel reads it, and as many bytes as it states.
+    unsafe {
+        let mut attributes: libc::sched_attr = std::mem::zeroed();
+        (attributes.size, attributes.sched_runtime) = (size_of::<libc::sched_attr>() as u32, SLICE);
+        libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0);
+    }
 }
 
 #[cfg(test)]

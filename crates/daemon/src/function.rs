@@ -54,9 +54,8 @@ impl Function {
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
-        let take = |account, amount| Charge::new(account, seat, amount).map_err(|text| Refused(Code::Quota, text));
-        let _card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
-        let charge = take(&accounts.memory, base)?;
+        let _card_memory = [accounts.ddr.charge(seat, ddr)?, accounts.hbm.charge(seat, hbm)?];
+        let charge = accounts.memory.charge(seat, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let refused = |e| match e {
             dmalane_sim::Error::BadConfig { .. } => Refused(Code::Quota, e.to_string()),

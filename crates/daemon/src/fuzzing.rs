@@ -12,8 +12,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{ClientLimits, Config};
 use crate::connection::Connection;
-use crate::peer::Peer;
-use crate::state::ServerState;
+use crate::state::{Peer, ServerState};
 use crate::wire::{
     ClientRequest, ClientStatus, FAILED, FunctionFiles, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader, VERSION,
 };

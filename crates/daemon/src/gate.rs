@@ -18,10 +18,9 @@ use zerocopy::FromZeros;
 use crate::config::Config;
 use crate::fork::{end_at_missing_pages, fork_apart};
 use crate::log::{Ending, REFUSALS, tell};
-use crate::peer::Peer;
 use crate::serving::Serving;
 use crate::socket::{self, readable};
-use crate::state::ServerState;
+use crate::state::{Peer, ServerState};
 use crate::table::Seat;
 use crate::wire::{ClientStatus, failed};
 

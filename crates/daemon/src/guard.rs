@@ -23,23 +23,6 @@ const MODE_MISSING: u64 = 1;
 /// Only for accesses of this process, not of the kernel for it: that needs no privilege (since Linux 5.11).
 const USER_MODE_ONLY: u32 = 1;
 
-/// struct uffdio_api.
-#[repr(C)]
-struct Handshake {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-/// struct uffdio_register.
-#[repr(C)]
-struct Register {
-    start: u64,
-    len: u64,
-    mode: u64,
-    ioctls: u64,
-}
-
 /// Whether the kernel lets this process watch memory with userfaultfd(2), so that a daemon here makes no pages for its
 /// clients.
 pub fn can_watch_memory() -> bool {
@@ -76,9 +59,10 @@ impl Guard {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY);
         // SAFETY: used for `watch` alone, which changes no memory.
         let fd = unsafe { userfaultfd(flags) }?;
-        let mut handshake = Handshake { api: API, features: FEATURES, ioctls: 0 };
-        // SAFETY: UFFDIO_API reads and writes one `Handshake`.
-        unsafe { ioctl(&fd, Updater::<{ opcode::read_write::<Handshake>(0xaa, 0x3f) }, _>::new(&mut handshake)) }?;
+        // struct uffdio_api is three words.
+        let mut words = [API, FEATURES, 0];
+        // SAFETY: UFFDIO_API reads and writes these words.
+        unsafe { ioctl(&fd, Updater::<{ opcode::read_write::<[u64; 3]>(0xaa, 0x3f) }, _>::new(&mut words)) }?;
         Ok(Self(fd))
     }
 
@@ -89,9 +73,10 @@ impl Guard {
     pub(crate) fn watch(&self, buf: &SharedBuf) -> Result<Watched, Errno> {
         let bytes = buf.as_volatile_slice();
         let start = bytes.as_ptr().addr();
-        let mut register = Register { start: start as u64, len: bytes.len() as u64, mode: MODE_MISSING, ioctls: 0 };
-        // SAFETY: UFFDIO_REGISTER reads and writes one `Register`; the memory is the buffer's, and keeps its contents.
-        unsafe { ioctl(&self.0, Updater::<{ opcode::read_write::<Register>(0xaa, 0) }, _>::new(&mut register)) }?;
+        // struct uffdio_register is four words.
+        let mut words = [start as u64, bytes.len() as u64, MODE_MISSING, 0];
+        // SAFETY: UFFDIO_REGISTER reads and writes these words; the memory is the buffer's, and keeps its contents.
+        unsafe { ioctl(&self.0, Updater::<{ opcode::read_write::<[u64; 4]>(0xaa, 0) }, _>::new(&mut words)) }?;
         WATCHED.lock().unwrap_or_else(PoisonError::into_inner).insert(start, start + bytes.len());
         Ok(Watched(start))
     }

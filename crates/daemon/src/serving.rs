@@ -20,12 +20,10 @@ use crate::account::Charge;
 use crate::connection::Connection;
 use crate::function::PROCESS_BYTES;
 use crate::log::{Ending, tell};
-use crate::peer::Peer;
 use crate::socket::{self, Received, readable};
-use crate::state::ServerState;
-use crate::thread::{take_time, yield_to_worker};
-use crate::wire::{ClientStatus, Code, MAX_MESSAGE, failed};
-use crate::worker::Worker;
+use crate::state::{Peer, ServerState};
+use crate::wire::{ClientStatus, Code, MAX_MESSAGE, Refused, failed};
+use crate::worker::{Worker, take_time, yield_to_worker};
 
 /// How often a process looks whether its queues have stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -38,8 +36,6 @@ pub(crate) struct Serving<'s> {
     daemon: BorrowedFd<'s>,
     worker: Worker,
     since: Instant,
-    /// The client has opened a function.
-    opened: bool,
     _charge: Option<Charge>,
 }
 
@@ -54,9 +50,9 @@ impl<'s> Serving<'s> {
         socket: OwnedFd,
         daemon: BorrowedFd<'s>,
     ) -> std::io::Result<Self> {
-        let _charge = match Charge::new(&state.accounts.memory, seat, PROCESS_BYTES) {
-            Err(text) if !peer.admin => {
-                let _ = socket::send(&socket, &failed(0, Code::Quota, &text), &[], false);
+        let _charge = match state.accounts.memory.charge(seat, PROCESS_BYTES) {
+            Err(Refused(code, text)) if !peer.admin => {
+                let _ = socket::send(&socket, &failed(0, code, &text), &[], false);
                 return Err(Errno::NOMEM.into());
             }
             charge => charge.ok(),
@@ -65,7 +61,7 @@ impl<'s> Serving<'s> {
         connection.status_only = status_only;
         // Before this thread lowers its priority, which threads inherit and nobody can raise.
         let worker = Worker::start(connection.alarm.clone(), state.table.clone(), seat, state.config.spin)?;
-        Ok(Self { state, connection, daemon, worker, since: Instant::now(), opened: false, _charge })
+        Ok(Self { state, connection, daemon, worker, since: Instant::now(), _charge })
     }
 
     /// Serves the client until its end, and releases its resources.
@@ -152,11 +148,7 @@ impl<'s> Serving<'s> {
 
     /// Sends the answer to a request.
     fn answer(&mut self, answer: &[u8]) -> Result<(), Ending> {
-        let is_new = !self.opened && self.connection.function.is_some();
-        if let (true, Some(function)) = (is_new, &self.connection.function) {
-            self.opened = true;
-            self.worker.serve(function.clone());
-        }
+        let is_new = self.connection.function.as_ref().is_some_and(|function| self.worker.serve(function));
         let row = self.show(false);
         if is_new {
             let ClientStatus { client, pid, uid, .. } = row;
@@ -199,14 +191,13 @@ impl<'s> Serving<'s> {
                 thread::sleep(POLL_INTERVAL);
             }
         }
-        let Self { state: crate::state::ServerState { table, .. }, mut connection, worker, .. } = self;
+        let Self { state: ServerState { table, .. }, connection, worker, .. } = self;
         drop(worker);
-        connection.release();
-        connection.function = None;
+        let socket = connection.release();
         table.charge(seat, take_time());
         // Its place is free before the client sees the end.
         table.release(seat);
-        let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
+        let _ = rustix::net::shutdown(&socket, Shutdown::Both);
         // Messages that are left unread may carry descriptors, whose close may take any time.
     }
 }

@@ -1,5 +1,7 @@
-//! The worker of a client: a thread of its process that runs the queues of its function in the client's turns.
+//! The worker of a client: a thread of its process that runs the queues of its function in the client's turns. Also
+//! the processor time of threads, for which users pay.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -10,6 +12,7 @@ use std::time::Duration;
 
 use nix::sys::resource::{UsageWho, getrusage};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::time::{ClockId, clock_gettime};
 use zerocopy::FromZeros;
 
 use crate::fork::{ask_for_short_slices, exit};
@@ -17,7 +20,6 @@ use crate::function::Function;
 use crate::log::Ending;
 use crate::socket::readable;
 use crate::table::{Table, now};
-use crate::thread::{take_time, thread_time};
 use crate::turns::Step;
 use crate::wire::ClientStatus;
 
@@ -101,11 +103,9 @@ impl Worker {
         Ok(Self { alarm, function: Some(sender), thread })
     }
 
-    /// Has it run the queues of this function.
-    pub(crate) fn serve(&mut self, function: Arc<Function>) {
-        if let Some(sender) = self.function.take() {
-            let _ = sender.send(function);
-        }
+    /// Has it run the queues of this function; false if it runs some already.
+    pub(crate) fn serve(&mut self, function: &Arc<Function>) -> bool {
+        self.function.take().is_some_and(|sender| sender.send(function.clone()).is_ok())
     }
 }
 
@@ -248,6 +248,26 @@ impl StepClock {
 
 fn waits() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
+}
+
+/// Lowers the priority of this thread (nice 10) below the worker's, whose time is what users share. `dmalane.slice`
+/// weighs ten times as much as `user.slice`: at full priority, a user could have this thread take processors from other
+/// users' processes.
+pub(crate) fn yield_to_worker() {
+    // It may always get less.
+    let _ = rustix::process::setpriority_process(None, 10);
+}
+
+/// Processor time of this thread so far.
+pub(crate) fn thread_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
+}
+
+/// Processor time of this thread since the last call.
+pub(crate) fn take_time() -> Duration {
+    thread_local!(static TAKEN: Cell<Duration> = const { Cell::new(Duration::ZERO) });
+    let now = thread_time();
+    now.saturating_sub(TAKEN.replace(now))
 }
 
 #[cfg(test)]

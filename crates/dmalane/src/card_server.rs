@@ -3,7 +3,6 @@
 use std::fs;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,13 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_card::regs;
+use dmalane_dma::SocketFile;
 use dmalane_iopt::X86_64_4Level;
 use dmalane_sim::{CardConfig, CardMemory, SoftCard};
 use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
-use rustix::io::ReadWriteFlags;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::io::{Errno, ReadWriteFlags};
+use rustix::net::SocketType;
 use thiserror::Error;
 
 use crate::config_space::{Bar, COMMAND, COMMAND_MASTER, COMMAND_MEMORY, CONFIG_LEN, ConfigSpace};
@@ -67,9 +67,7 @@ pub enum CardServerError {
 /// are sealed against shrinking, as QEMU's are.
 pub struct CardServer {
     listener: UnixListener,
-    path: PathBuf,
-    /// Device and inode of the socket file.
-    file: Option<(u64, u64)>,
+    _file: SocketFile,
     config: CardConfig,
 }
 
@@ -90,14 +88,10 @@ impl CardServer {
     pub fn bind(path: &Path, config: CardConfig) -> Result<Self, CardServerError> {
         // Check the configuration now, not when a client is waiting.
         drop(CardModel::new(config, &ClientMemory::new())?);
-        let listen = |source| CardServerError::Listen { path: path.to_owned(), source };
-        let left = fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
-        if left && UnixStream::connect(path).is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused) {
-            fs::remove_file(path).map_err(listen)?;
-        }
-        let listener = private_listener(path).map_err(listen)?;
-        let file = file_at(path);
-        Ok(Self { listener, path: path.to_owned(), file, config })
+        let listen = |source: Errno| CardServerError::Listen { path: path.to_owned(), source: source.into() };
+        let (listener, file) = SocketFile::bind(path, SocketType::STREAM, Mode::RUSR | Mode::WUSR).map_err(listen)?;
+        rustix::net::listen(&listener, 16).map_err(listen)?;
+        Ok(Self { listener: listener.into(), _file: file, config })
     }
 
     /// Waits for a client.
@@ -120,29 +114,6 @@ impl CardClient<'_> {
         let mut model = CardModel::new(self.server.config, &memory)?;
         Ok(serve(self.stream, &mut model, &memory))
     }
-}
-
-impl Drop for CardServer {
-    fn drop(&mut self) {
-        // Another server may have taken the path since.
-        if self.file.is_some() && file_at(&self.path) == self.file {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Device and inode of a file.
-fn file_at(path: &Path) -> Option<(u64, u64)> {
-    fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
-}
-
-/// Listens at a path, to which only this user may ever connect: `bind` creates the file with the mode of the socket.
-fn private_listener(path: &Path) -> io::Result<UnixListener> {
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    rustix::net::listen(&socket, 16)?;
-    Ok(socket.into())
 }
 
 /// The eventfds of a client, one for each channel.
