@@ -68,23 +68,23 @@ impl Account {
     }
 
     fn take(&self, seat: usize, more: u64) -> Result<(), Refused> {
-        let [what, option] = self.names;
+        let Self { limits: (most, of_a_user), names: [what, option], remedy, .. } = self;
         let seat = self.table.seat(seat);
         // Nobody else takes anything until this is taken.
-        let _lock = self.table.lock();
-        let (all, has) = (self.in_use(None), self.in_use(Some(seat.user())));
-        let fits = |used: u64, limit: u64| used.checked_add(more).is_some_and(|sum| sum <= limit);
-        let Self { limits: (most, of_a_user), remedy, .. } = self;
-        Refused::unless(fits(all, *most), Code::Quota, || {
-            format!(
-                "{more} {what}; all clients use {all} of {most} ({option}): {remedy}, or wait until other clients end"
-            )
-        })?;
-        Refused::unless(fits(has, *of_a_user), Code::Quota, || {
-            format!("{more} {what}; this user has {has} of {of_a_user} (--user-share): {remedy}, or end another client")
-        })?;
-        self.of(seat).fetch_add(more, Ordering::Relaxed);
-        Ok(())
+        self.table.locked(|_| {
+            let (all, has) = (self.in_use(None), self.in_use(Some(seat.user())));
+            let fits = |used: u64, limit: u64| used.checked_add(more).is_some_and(|sum| sum <= limit);
+            Refused::unless(fits(all, *most), Code::Quota, || {
+                let or = "or wait until other clients end";
+                format!("{more} {what}; all clients use {all} of {most} ({option}): {remedy}, {or}")
+            })?;
+            Refused::unless(fits(has, *of_a_user), Code::Quota, || {
+                let or = "or end another client";
+                format!("{more} {what}; this user has {has} of {of_a_user} (--user-share): {remedy}, {or}")
+            })?;
+            self.of(seat).fetch_add(more, Ordering::Relaxed);
+            Ok(())
+        })
     }
 
     fn give(&self, seat: usize, bytes: u64) {

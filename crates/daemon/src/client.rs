@@ -18,7 +18,7 @@ use dmalane_dma::{
     check_peer, trusted_users,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::SocketAddrUnix;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use thiserror::Error;
@@ -165,12 +165,9 @@ impl Transport {
         // Connecting to a daemon that never accepts must time out too. (0 would wait for ever.)
         let most = Some(options.timeout.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
         set_socket_timeout(&socket, Timeout::Send, most).map_err(failed)?;
-        loop {
-            match rustix::net::connect(&socket, &address) {
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: path(), after: options.timeout }),
-                other => break other.map_err(failed)?,
-            }
+        match retry_on_intr(|| rustix::net::connect(&socket, &address)) {
+            Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: path(), after: options.timeout }),
+            other => other.map_err(failed)?,
         }
         check_peer(&socket, &options.server_uids)
             .map_err(|source| ClientError::WrongServer { path: path(), source })?;
@@ -384,9 +381,7 @@ impl Inner {
     /// The queue whose register is at this offset, and the register's offset within the queue's block.
     #[inline]
     fn queue(&self, bar: u8, offset: u64) -> Option<(usize, u64)> {
-        let offset = offset.checked_sub(regs::CHANNEL_BASE).filter(|_| bar == BAR_REGISTERS)?;
-        let queue = usize::try_from(offset / regs::CHANNEL_STRIDE).ok().filter(|q| *q < self.queues)?;
-        Some((queue, offset % regs::CHANNEL_STRIDE))
+        regs::channel_at(offset).filter(|(queue, _)| bar == BAR_REGISTERS && *queue < self.queues)
     }
 }
 

@@ -17,7 +17,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::account::Charge;
 use crate::fork::trim;
 use crate::function::Function;
-use crate::guard::{Guard, Watched};
+use crate::guard::Guard;
 use crate::page::{PAGE_BYTES, Page};
 use crate::socket;
 use crate::state::{Peer, ServerState};
@@ -42,7 +42,6 @@ type Key = (u64, u64);
 
 /// Memory of the client, for as long as a mapping has a part of it.
 struct Buffer {
-    _watched: Option<Watched>,
     buf: SharedBuf,
     /// For its memory, where the kernel may have this process pay for it. After the buffer, which is freed first.
     _charge: Option<Charge>,
@@ -64,7 +63,7 @@ pub(crate) struct Connection {
     pub peer: Peer,
     pub socket: OwnedFd,
     /// Set when the client may only request the status: the reason.
-    pub status_only: Option<(Code, &'static str)>,
+    pub status_only: Option<&'static str>,
     pub greeted: bool,
     // Dropped before the buffers, and these before the function.
     mappings: BTreeMap<u64, Mapped>,
@@ -75,9 +74,8 @@ pub(crate) struct Connection {
     pub function: Option<Arc<Function>>,
     /// Wakes the worker.
     pub alarm: Arc<Alarm>,
-    /// Watches memory of the client, where the kernel allows that; the register page to the end.
+    /// Watches memory of the client, where the kernel allows that.
     guard: Option<Guard>,
-    page: Option<Watched>,
 }
 
 impl Connection {
@@ -100,7 +98,6 @@ impl Connection {
             function: None,
             alarm: Arc::new(Alarm::new()?),
             guard: Guard::new().ok(),
-            page: None,
         })
     }
 
@@ -150,19 +147,19 @@ impl Connection {
             }
             ClientRequest::Open { ddr, hbm, queues } => self.open(state, (ddr, hbm), queues, std::mem::take(fds)),
             ClientRequest::Read { bar, offset } => {
-                let value = self.function()?.card().read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
+                let value = self.function()?.card.read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
                 Ok(u64::from(value).to_le_bytes().to_vec())
             }
             ClientRequest::Write { bar, offset, value } => {
                 let function = self.function()?;
                 // A queue starts with a doorbell of 0.
-                let within = offset.wrapping_sub(regs::CHANNEL_BASE) % regs::CHANNEL_STRIDE;
-                let queue = offset.wrapping_sub(regs::CHANNEL_BASE) / regs::CHANNEL_STRIDE;
-                let starts = bar == BAR_REGISTERS && within == regs::CH_CONTROL && value & 1 == 1;
-                if starts && queue < function.queues() as u64 && function.is_at_rest(queue as usize) {
-                    function.forget_doorbell(queue as usize);
+                if let Some((queue, regs::CH_CONTROL)) = regs::channel_at(offset)
+                    && (bar == BAR_REGISTERS && value & 1 == 1)
+                    && (queue < function.queues && function.is_at_rest(queue))
+                {
+                    function.forget_doorbell(queue);
                 }
-                function.card().write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
+                function.card.write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
                 self.alarm.wake();
                 Ok(Vec::new())
             }
@@ -208,8 +205,8 @@ impl Connection {
         fds: Vec<OwnedFd>,
     ) -> Result<Vec<u8>, Refused> {
         let limits = &state.config.limits;
-        if let Some((code, why)) = self.status_only {
-            return Err(Refused(code, why.to_owned()));
+        if let Some(why) = self.status_only {
+            return Err(Refused(Code::Quota, why.to_owned()));
         }
         let why = || "a connection has one function; connect again for another".to_owned();
         Refused::unless(self.function.is_none(), Code::Busy, why)?;
@@ -224,20 +221,20 @@ impl Connection {
         let [page, kick, call] = fds.try_into().map_err(|fds: Vec<_>| {
             bad("descriptors", &format!("{}; a function has a register page, a kick and a call", fds.len()))
         })?;
-        let (page, watched) = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad_page(&e))?;
+        let page = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad_page(&e))?;
         page.populate(0, page.len()).map_err(|e| bad_page(&e))?;
         let page = Page::of(page).ok_or_else(|| bad_page(&"too short"))?;
         let function = Function::new(limits, (ddr, hbm, queues), (page, kick, call), self.seat, &state.accounts)?;
         self.alarm.listen(&function).map_err(|e| bad("the kick descriptor", &e))?;
-        (self.function, self.page) = (Some(Arc::new(function)), watched);
+        self.function = Some(Arc::new(function));
         Ok(Vec::new())
     }
 
     /// Maps a memfd of the client, whose missing pages are not made where the kernel can be told so.
-    fn import(&self, fd: OwnedFd, most: u64) -> Result<(SharedBuf, Option<Watched>), DmaError> {
+    fn import(&self, fd: OwnedFd, most: u64) -> Result<SharedBuf, DmaError> {
         let buf = SharedBuf::import_up_to(fd, most)?;
-        let watched = self.guard.as_ref().map(|guard| guard.watch(&buf)).transpose();
-        Ok((buf, watched.map_err(|e| DmaError::Import(e.into()))?))
+        let watched = self.guard.as_ref().map_or(Ok(()), |guard| guard.watch(&buf));
+        watched.map(|()| buf).map_err(|e| DmaError::Import(e.into()))
     }
 
     /// Forgets buffers that are in no mapping any more.
@@ -253,7 +250,7 @@ impl Connection {
         segments: &[MapSegment],
         fds: Vec<OwnedFd>,
     ) -> Result<Vec<u8>, Refused> {
-        let host = self.function()?.host().clone();
+        let host = self.function()?.host.clone();
         let limits = &state.config.limits;
         let access = u8::try_from(access).ok().and_then(Access::from_bits).filter(|a| Access::RW.contains(*a));
         let access = access.filter(|a| !a.is_empty()).ok_or_else(|| {
@@ -329,7 +326,7 @@ impl Connection {
                 let why = || format!("a client may have {} buffers: unmap one", limits.buffers);
                 Refused::unless(self.buffers.len() < limits.buffers as usize, Code::Quota, why)?;
                 // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
-                let (buf, _watched) = self.import(fd, limits.bytes - self.bytes).map_err(|e| match e {
+                let buf = self.import(fd, limits.bytes - self.bytes).map_err(|e| match e {
                     DmaError::Import(e) if e.kind() == ErrorKind::OutOfMemory && e.raw_os_error().is_none() => {
                         let (used, all) = (self.bytes, limits.bytes);
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
@@ -338,8 +335,8 @@ impl Connection {
                     e => bad(&e),
                 })?;
                 let (len, memory) = (buf.len() as u64, &state.accounts.memory);
-                let _charge = _watched.is_none().then(|| memory.charge(self.seat, len)).transpose()?;
-                let buffer = Arc::new(Buffer { _watched, buf, _charge });
+                let _charge = self.guard.is_none().then(|| memory.charge(self.seat, len)).transpose()?;
+                let buffer = Arc::new(Buffer { buf, _charge });
                 self.bytes += len;
                 self.buffers.insert(key, Arc::downgrade(&buffer));
                 buffer
@@ -356,7 +353,7 @@ impl Connection {
             client: self.id,
             pid: self.peer.pid,
             uid: self.peer.uid,
-            queues: function.map_or(0, Function::queues) as u32,
+            queues: function.map_or(0, |f| f.queues) as u32,
             buffers: self.buffers.len() as u32,
             mappings: self.mappings.len() as u32,
             bytes: self.bytes,

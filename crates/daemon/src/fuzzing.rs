@@ -156,13 +156,13 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.ddr + now.hbm <= 6 << 20,
             "{now:?}"
         );
-        let frames = connection.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
+        let frames = connection.function.as_ref().map_or(0, |f| f.host.stats().pinned_frames);
         assert!(now.mappings > 0 || frames == 0, "frames without a mapping");
     }
     let function = connection.function.take();
     drop(connection);
     if let Some(function) = function {
-        assert_eq!(function.host().stats().pinned_frames, 0, "frames stay pinned");
+        assert_eq!(function.host.stats().pinned_frames, 0, "frames stay pinned");
         assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
         drop(function);
     }

@@ -22,7 +22,7 @@ use crate::serving::Serving;
 use crate::socket::{self, readable};
 use crate::state::{Peer, ServerState};
 use crate::table::Seat;
-use crate::wire::{ClientStatus, failed};
+use crate::wire::{ClientStatus, Code, failed};
 
 /// Connections beyond the limit, reserved for status requests of administrators.
 pub(crate) const OPERATOR_CONNECTIONS: usize = 4;
@@ -173,9 +173,9 @@ impl<'s> Gate<'s> {
             // An administrator may always request the status.
             && !(admin && connected < clients + OPERATOR_CONNECTIONS)
         {
-            let (code, why) = REFUSALS[refusal];
+            let why = REFUSALS[refusal];
             tell(&self.daemon, Some(user), &format!("refused process {pid} of user {uid}: {why}"));
-            let _ = socket::send(&socket, &failed(0, code, why), &[], false);
+            let _ = socket::send(&socket, &failed(0, Code::Quota, why), &[], false);
             self.refuse(socket);
             return Ok(false);
         }

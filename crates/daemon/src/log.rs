@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{RecvFlags, SendFlags};
 
-use crate::wire::Code;
-
 /// Events of a user that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
 const MAX_LOGGED: u32 = 64;
 const LOG_WINDOW: Duration = Duration::from_secs(10);
@@ -64,9 +62,9 @@ impl Ending {
 }
 
 /// Why a connection is refused.
-pub(crate) const REFUSALS: [(Code, &str); 2] = [
-    (Code::Quota, "the daemon has reached its limit of clients (--clients)"),
-    (Code::Quota, "this user has reached the limit of clients (--user-share)"),
+pub(crate) const REFUSALS: [&str; 2] = [
+    "the daemon has reached its limit of clients (--clients)",
+    "this user has reached the limit of clients (--user-share)",
 ];
 
 /// Tells the daemon, from another process, what a user has caused, or a warning. It is lost when the daemon does not

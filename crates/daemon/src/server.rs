@@ -196,7 +196,7 @@ mod tests {
 
     /// Whether turns are given.
     fn pause(table: &Table, paused: bool) {
-        table.lock().paused = paused.into();
+        table.locked(|turns| turns.paused = paused.into());
     }
 
     #[test]

@@ -46,7 +46,7 @@ impl<'s> Serving<'s> {
     /// The kernel's.
     pub(crate) fn new(
         state: &'s ServerState,
-        (seat, id, peer, status_only): (usize, u64, Peer, Option<(Code, &'static str)>),
+        (seat, id, peer, status_only): (usize, u64, Peer, Option<&'static str>),
         socket: OwnedFd,
         daemon: BorrowedFd<'s>,
     ) -> std::io::Result<Self> {

@@ -61,7 +61,7 @@ impl Alarm {
         // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
         // the client shares the file and can clear O_NONBLOCK.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(0), flags)
+        epoll::add(&self.epoll, &function.kick, epoll::EventData::new_u64(0), flags)
     }
 
     fn sleep(&self) {
@@ -143,7 +143,7 @@ impl Running {
             } else if !asleep {
                 // Announce the sleep, look once more, then sleep: a doorbell that this look misses comes with a kick.
                 asleep = true;
-                self.function.page().set_asleep(true);
+                self.function.page.set_asleep(true);
                 continue;
             } else {
                 // What the queues' work has taken is paid for.
@@ -158,7 +158,7 @@ impl Running {
                 }
             }
             if std::mem::take(&mut asleep) {
-                self.function.page().set_asleep(false);
+                self.function.page.set_asleep(false);
             }
         }
     }
@@ -189,7 +189,7 @@ impl Running {
 
     /// A step of the next queue that has work. Returns its cost in bytes.
     fn step(&mut self) -> Option<u64> {
-        let queues = self.function.queues();
+        let queues = self.function.queues;
         (0..queues).find_map(|_| {
             let queue = self.next;
             self.next = (queue + 1) % queues;

@@ -292,9 +292,8 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
 
     /// Which channel's register lies at an offset, and which register it is.
     fn channel(&self, offset: u64) -> Option<(&Channel<M>, u64)> {
-        let offset = offset.checked_sub(regs::CHANNEL_BASE)?;
-        let channel = self.channels.get(usize::try_from(offset / regs::CHANNEL_STRIDE).ok()?)?;
-        Some((channel, offset % regs::CHANNEL_STRIDE))
+        let (channel, register) = regs::channel_at(offset)?;
+        Some((self.channels.get(channel)?, register))
     }
 }
 
