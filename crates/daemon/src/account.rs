@@ -19,7 +19,7 @@ pub(crate) struct Account {
     /// Of what the table knows of each client.
     index: usize,
     /// Most in all, and of one user.
-    limits: (u64, u64),
+    pub limits: (u64, u64),
     /// The name of the unit, and the options that limit it in all and for a user.
     names: [&'static str; 2],
     /// The way out for a user who is refused.
@@ -89,11 +89,6 @@ impl Account {
 
     fn give(&self, seat: usize, bytes: u64) {
         self.of(self.table.seat(seat)).fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    /// In all.
-    pub(crate) fn total(&self) -> u64 {
-        self.limits.0
     }
 }
 

@@ -71,8 +71,7 @@ pub(crate) struct Connection {
     buffers: HashMap<Key, Weak<Buffer>>,
     bytes: u64,
     pub errors: u64,
-    pub function: Option<Arc<Function>>,
-    /// Wakes the worker.
+    /// The function, and what wakes the worker.
     pub alarm: Arc<Alarm>,
     /// Watches memory of the client, where the kernel allows that.
     guard: Option<Guard>,
@@ -95,7 +94,6 @@ impl Connection {
             buffers: HashMap::new(),
             bytes: 0,
             errors: 0,
-            function: None,
             alarm: Arc::new(Alarm::new()?),
             guard: Guard::new().ok(),
         })
@@ -154,8 +152,7 @@ impl Connection {
                 let function = self.function()?;
                 // A queue starts with a doorbell of 0.
                 if let Some((queue, regs::CH_CONTROL)) = regs::channel_at(offset)
-                    && (bar == BAR_REGISTERS && value & 1 == 1)
-                    && (queue < function.queues && function.is_at_rest(queue))
+                    && (bar == BAR_REGISTERS && value & 1 == 1 && queue < function.queues)
                 {
                     function.forget_doorbell(queue);
                 }
@@ -193,8 +190,11 @@ impl Connection {
         }
     }
 
-    fn function(&self) -> Result<&Arc<Function>, Refused> {
-        self.function.as_ref().ok_or_else(|| Refused(Code::NotPermitted, "the client has not opened a function".into()))
+    fn function(&self) -> Result<&Function, Refused> {
+        self.alarm
+            .function
+            .get()
+            .ok_or_else(|| Refused(Code::NotPermitted, "the client has not opened a function".into()))
     }
 
     fn open(
@@ -209,7 +209,7 @@ impl Connection {
             return Err(Refused(Code::Quota, why.to_owned()));
         }
         let why = || "a connection has one function; connect again for another".to_owned();
-        Refused::unless(self.function.is_none(), Code::Busy, why)?;
+        Refused::unless(self.alarm.function.get().is_none(), Code::Busy, why)?;
         let granted = |what: &str, wanted: u64, limit: u64| {
             let why = || format!("{what}: {wanted} requested, a client may have {limit}");
             Refused::unless(wanted <= limit, Code::Quota, why).map(|()| if wanted == 0 { limit } else { wanted })
@@ -225,8 +225,7 @@ impl Connection {
         page.populate(0, page.len()).map_err(|e| bad_page(&e))?;
         let page = Page::of(page).ok_or_else(|| bad_page(&"too short"))?;
         let function = Function::new(limits, (ddr, hbm, queues), (page, kick, call), self.seat, &state.accounts)?;
-        self.alarm.listen(&function).map_err(|e| bad("the kick descriptor", &e))?;
-        self.function = Some(Arc::new(function));
+        self.alarm.serve(function).map_err(|e| bad("the kick descriptor", &e))?;
         Ok(Vec::new())
     }
 
@@ -348,7 +347,7 @@ impl Connection {
 
     /// The client's row of a status answer, but for what its function counts.
     pub(crate) fn row(&self) -> ClientStatus {
-        let function = self.function.as_deref();
+        let function = self.alarm.function.get();
         ClientStatus {
             client: self.id,
             pid: self.peer.pid,

@@ -96,14 +96,12 @@ impl Function {
         (0..self.queues).filter(running).map(of).sum()
     }
 
-    /// Resets the doorbell word before a queue is started, so that the value of its previous run is not taken as new.
+    /// Resets the doorbell word of a queue that is neither running nor requested to run, before it is started, so that
+    /// the value of its previous run is not taken as new.
     pub(crate) fn forget_doorbell(&self, queue: usize) {
-        self.page.ring(queue, 0);
-    }
-
-    /// True while a queue is neither running nor requested to run.
-    pub(crate) fn is_at_rest(&self, queue: usize) -> bool {
-        self.register(queue, regs::CH_STATUS) == 0 && self.register(queue, regs::CH_CONTROL) == 0
+        if self.register(queue, regs::CH_STATUS) == 0 && self.register(queue, regs::CH_CONTROL) == 0 {
+            self.page.ring(queue, 0);
+        }
     }
 
     /// Writes card memory through its BAR.

@@ -91,7 +91,7 @@ impl<'s> Serving<'s> {
     /// # Errors
     /// Why the connection ends.
     fn wait(&self) -> Result<(), Ending> {
-        let limit = self.connection.function.is_none().then_some(self.state.config.open_timeout);
+        let limit = self.connection.alarm.function.get().is_none().then_some(self.state.config.open_timeout);
         loop {
             let after = self.since.elapsed();
             let longest = limit.map(|limit| limit.saturating_sub(after));
@@ -147,10 +147,10 @@ impl<'s> Serving<'s> {
     }
 
     /// Sends the answer to a request.
-    fn answer(&mut self, answer: &[u8]) -> Result<(), Ending> {
-        let is_new = self.connection.function.as_ref().is_some_and(|function| self.worker.serve(function));
+    fn answer(&self, answer: &[u8]) -> Result<(), Ending> {
+        let queues = self.state.table.seat(self.connection.seat).row().queues;
         let row = self.show(false);
-        if is_new {
+        if queues < row.queues {
             let ClientStatus { client, pid, uid, .. } = row;
             let text = format!("client {client}: process {pid} of user {uid}");
             tell(self.daemon, Some(self.connection.peer.user), &text);
@@ -165,7 +165,7 @@ impl<'s> Serving<'s> {
     /// Shows the state of the client as of now.
     fn show(&self, closing: bool) -> ClientStatus {
         let mut row = ClientStatus { closing: closing.into(), ..self.connection.row() };
-        if let Some(function) = &self.connection.function {
+        if let Some(function) = self.connection.alarm.function.get() {
             function.count_into(&mut row);
         }
         self.state.table.show(self.connection.seat, row);
@@ -177,7 +177,7 @@ impl<'s> Serving<'s> {
         let seat = self.connection.seat;
         let row = self.show(true);
         let since = Instant::now();
-        if let Some(function) = &self.connection.function {
+        if let Some(function) = self.connection.alarm.function.get() {
             function.stop();
             self.connection.alarm.wake();
             let mut late = false;

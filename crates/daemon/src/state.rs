@@ -44,8 +44,8 @@ impl ServerState {
         page.truncate(MAX_ROWS);
         let answer = StatusAnswer {
             uptime: (now() - self.started) / 1_000_000_000,
-            ddr: [in_ddr, ddr.total()],
-            hbm: [in_hbm, hbm.total()],
+            ddr: [in_ddr, ddr.limits.0],
+            hbm: [in_hbm, hbm.limits.0],
             more: more.into(),
         };
         [answer.as_bytes(), page.as_bytes()].concat()

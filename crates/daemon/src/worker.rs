@@ -4,9 +4,8 @@
 use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -34,8 +33,10 @@ const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
-/// Wakes a worker: on the client's kicks, and requests that change what there is to do.
+/// What a worker runs, and what wakes it: the client's kicks, and requests that change what there is to do.
 pub(crate) struct Alarm {
+    /// Once the client has opened it.
+    pub function: OnceLock<Function>,
     quit: AtomicBool,
     /// Eventfd of this process; not shared with the client.
     wake: OwnedFd,
@@ -47,7 +48,7 @@ impl Alarm {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
-        Ok(Self { quit: AtomicBool::new(false), wake, epoll })
+        Ok(Self { function: OnceLock::new(), quit: AtomicBool::new(false), wake, epoll })
     }
 
     /// Wakes the worker.
@@ -56,12 +57,15 @@ impl Alarm {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Has kicks of the client wake the worker.
-    pub(crate) fn listen(&self, function: &Function) -> rustix::io::Result<()> {
+    /// Has the worker run the queues of this function, also when the client kicks.
+    pub(crate) fn serve(&self, function: Function) -> rustix::io::Result<()> {
         // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
         // the client shares the file and can clear O_NONBLOCK.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, &function.kick, epoll::EventData::new_u64(0), flags)
+        epoll::add(&self.epoll, &function.kick, epoll::EventData::new_u64(0), flags)?;
+        let _ = self.function.set(function);
+        self.wake();
+        Ok(())
     }
 
     fn sleep(&self) {
@@ -77,7 +81,6 @@ impl Alarm {
 /// The thread that runs a function's queues.
 pub(crate) struct Worker {
     alarm: Arc<Alarm>,
-    function: Option<Sender<Arc<Function>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -87,31 +90,27 @@ impl Worker {
     /// # Errors
     /// The kernel's.
     pub(crate) fn start(alarm: Arc<Alarm>, table: Arc<Table>, seat: usize, spin: Duration) -> std::io::Result<Self> {
-        let (sender, receiver) = channel::<Arc<Function>>();
         let mine = alarm.clone();
         let spin = u64::try_from(spin.as_nanos()).unwrap_or(u64::MAX);
         let run = move || {
             ask_for_short_slices();
-            let Ok(function) = receiver.recv() else { return };
-            let mut running = Running { function, table, seat, next: 0, most: MAX_STEP };
-            if catch_unwind(AssertUnwindSafe(|| running.run(&mine, spin))).is_err() {
+            while mine.function.get().is_none() && !mine.quit.load(Ordering::SeqCst) {
+                mine.sleep();
+            }
+            let Some(function) = mine.function.get() else { return };
+            let mut running = Running { alarm: &mine, function, table, seat, next: 0, most: MAX_STEP };
+            if catch_unwind(AssertUnwindSafe(|| running.run(spin))).is_err() {
                 // The card is only as far as the panic, and nobody runs it on.
                 exit(Ending::Bug as i32);
             }
         };
         let thread = Some(thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(run)?);
-        Ok(Self { alarm, function: Some(sender), thread })
-    }
-
-    /// Has it run the queues of this function; false if it runs some already.
-    pub(crate) fn serve(&mut self, function: &Arc<Function>) -> bool {
-        self.function.take().is_some_and(|sender| sender.send(function.clone()).is_ok())
+        Ok(Self { alarm, thread })
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.function = None;
         self.alarm.quit.store(true, Ordering::SeqCst);
         self.alarm.wake();
         if let Some(thread) = self.thread.take() {
@@ -120,8 +119,9 @@ impl Drop for Worker {
     }
 }
 
-struct Running {
-    function: Arc<Function>,
+struct Running<'a> {
+    alarm: &'a Alarm,
+    function: &'a Function,
     table: Arc<Table>,
     seat: usize,
     /// The queue whose turn it is.
@@ -130,11 +130,11 @@ struct Running {
     most: u64,
 }
 
-impl Running {
-    fn run(&mut self, alarm: &Alarm, spin: u64) {
+impl Running<'_> {
+    fn run(&mut self, spin: u64) {
         let (mut idle, mut asleep) = (None, false);
-        while !alarm.quit.load(Ordering::SeqCst) {
-            if self.function.has_work() && self.work(alarm) {
+        while !self.alarm.quit.load(Ordering::SeqCst) {
+            if self.function.has_work() && self.work() {
                 idle = None;
             } else if self.table.was_last(self.seat) && now().saturating_sub(*idle.get_or_insert_with(now)) < spin {
                 // One process at most spins, for a client that rings again soon.
@@ -148,7 +148,7 @@ impl Running {
             } else {
                 // What the queues' work has taken is paid for.
                 take_time();
-                alarm.sleep();
+                self.alarm.sleep();
                 // Kicks without work cost their user, and are looked after less often while it owes.
                 if !self.function.has_work() {
                     self.table.charge(self.seat, take_time());
@@ -164,9 +164,9 @@ impl Running {
     }
 
     /// Runs the queues in this client's turns until nothing is left to do; false if there was nothing.
-    fn work(&mut self, alarm: &Alarm) -> bool {
+    fn work(&mut self) -> bool {
         let mut worked = false;
-        while !alarm.quit.load(Ordering::SeqCst) {
+        while !self.alarm.quit.load(Ordering::SeqCst) {
             self.table.take_turn(self.seat);
             let mut clock = StepClock::new();
             loop {
