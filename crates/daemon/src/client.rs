@@ -92,17 +92,6 @@ pub enum ClientError {
          with Client::buffer"
     )]
     NotShareable,
-    /// A mapping of more buffers, or more segments of them, than fit a message.
-    #[error(
-        "a mapping of {segments} segments from {buffers} buffers; at most {MAX_SEGMENTS} segments from {MAX_FDS} \
-         buffers are possible"
-    )]
-    TooManySegments {
-        /// Segments to be mapped.
-        segments: usize,
-        /// Buffers that they are from.
-        buffers: usize,
-    },
     /// A system call of the client failed.
     #[error("{what}: {source}")]
     System {
@@ -193,12 +182,8 @@ impl Transport {
         ClientError::Disconnected(self.options.path.clone())
     }
 
-    fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Relaxed)
-    }
-
     fn alive(&self) -> Result<(), ClientError> {
-        if self.is_gone() { Err(self.gone()) } else { Ok(()) }
+        if self.gone.load(Ordering::Relaxed) { Err(self.gone()) } else { Ok(()) }
     }
 
     /// Checks whether the daemon has closed the connection.
@@ -419,8 +404,13 @@ impl Registrar for Client {
                 });
             }
             if segments.len() > MAX_SEGMENTS || memories.len() > MAX_FDS {
-                let (segments, buffers) = (segments.len(), memories.len());
-                return Err(ClientError::TooManySegments { segments, buffers }.into());
+                // As the daemon would refuse it.
+                let text = format!(
+                    "a mapping of {} segments from {} buffers; at most {MAX_SEGMENTS} from {MAX_FDS} are possible",
+                    segments.len(),
+                    memories.len()
+                );
+                return Err(ClientError::Refused { code: Code::Malformed, text }.into());
             }
             let fds: Vec<BorrowedFd<'_>> = memories.iter().map(|m| m.export()).collect::<Result<_, _>>()?;
             let access = u32::from((access & Access::RW).bits());
@@ -457,7 +447,7 @@ impl Mmio for Client {
                     {
                         self.0.transport.check();
                     }
-                    return Ok(if self.0.transport.is_gone() { 0 } else { self.0.page.status(queue) });
+                    return Ok(if self.0.transport.alive().is_err() { 0 } else { self.0.page.status(queue) });
                 }
                 regs::CH_DOORBELL => return Ok(self.0.page.doorbell(queue)),
                 regs::CH_INTERRUPT => return Ok(self.0.page.wakeup_wanted(queue)),
@@ -506,7 +496,7 @@ impl Mmio for Client {
     fn wait(&self, timeout: Duration) -> bool {
         let Inner { transport, call, .. } = &*self.0;
         let fds = [Some(call.as_fd()), Some(transport.socket.as_fd())];
-        if transport.is_gone() || readable(fds, Some(timeout)) == [false; 2] {
+        if transport.alive().is_err() || readable(fds, Some(timeout)) == [false; 2] {
             return false;
         }
         socket::drain(call);
@@ -574,13 +564,11 @@ pub fn status(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
     let mut clients = Vec::new();
     loop {
         let body = transport.exchange(&ClientRequest::Status { first }, &[], Some(options.timeout))?;
-        let short = "a status answer of the wrong length";
-        let row = size_of::<ClientStatus>();
-        let (answer, rest) = StatusAnswer::read_from_prefix(&body).map_err(|_| transport.bad(short))?;
-        if !rest.len().is_multiple_of(row) {
-            return Err(transport.bad(short));
+        let bad = || transport.bad("a status answer of the wrong length");
+        let (answer, rest) = StatusAnswer::read_from_prefix(&body).map_err(|_| bad())?;
+        for row in rest.chunks(size_of::<ClientStatus>()) {
+            clients.push(ClientStatus::read_from_bytes(row).map_err(|_| bad())?);
         }
-        clients.extend(rest.chunks_exact(row).map_while(|row| ClientStatus::read_from_bytes(row).ok()));
         match clients.last() {
             // Numbers increase, so the loop ends.
             Some(last) if answer.more != 0 && last.client >= first => first = last.client.saturating_add(1),

@@ -61,7 +61,6 @@ pub(crate) struct Connection {
     pub seat: usize,
     pub id: u64,
     pub peer: Peer,
-    pub socket: OwnedFd,
     /// Set when the client may only request the status: the reason.
     pub status_only: Option<&'static str>,
     pub greeted: bool,
@@ -75,6 +74,8 @@ pub(crate) struct Connection {
     pub alarm: Arc<Alarm>,
     /// Watches memory of the client, where the kernel allows that.
     guard: Option<Guard>,
+    /// Dropped last: its end means that the card accesses nothing.
+    pub socket: OwnedFd,
 }
 
 impl Connection {

@@ -70,18 +70,12 @@ impl Function {
         self.card.read32(BAR_REGISTERS, regs::channel(queue as u32, register)).unwrap_or(0)
     }
 
-    /// Bytes copied over the link so far, from the host to the card and back.
-    fn link_bytes(&self) -> (u64, u64) {
-        let wide = |queue, r| u64::from(self.register(queue, r)) | u64::from(self.register(queue, r + 4)) << 32;
-        let all = |r| (0..self.queues).map(|queue| wide(queue, r)).fold(0, u64::wrapping_add);
-        (all(regs::CH_BYTES_H2C), all(regs::CH_BYTES_C2H))
-    }
-
     /// Adds to a row of the status what the function counts.
     pub(crate) fn count_into(&self, row: &mut ClientStatus) {
-        let (h2c, c2h) = self.link_bytes();
-        (row.h2c, row.c2h, row.in_flight) = (h2c, c2h, self.in_flight());
-        row.faults = self.host.faults();
+        let wide = |queue, r| u64::from(self.register(queue, r)) | u64::from(self.register(queue, r + 4)) << 32;
+        let all = |r| (0..self.queues).map(|queue| wide(queue, r)).fold(0, u64::wrapping_add);
+        (row.h2c, row.c2h) = (all(regs::CH_BYTES_H2C), all(regs::CH_BYTES_C2H));
+        (row.in_flight, row.faults) = (self.in_flight(), self.host.faults());
     }
 
     /// Descriptors that running queues were given and have not completed.

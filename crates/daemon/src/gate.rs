@@ -17,7 +17,7 @@ use zerocopy::FromZeros;
 
 use crate::config::Config;
 use crate::fork::{end_at_missing_pages, fork_apart};
-use crate::log::{Ending, REFUSALS, tell};
+use crate::log::{Ending, tell};
 use crate::serving::Serving;
 use crate::socket::{self, readable};
 use crate::state::{Peer, ServerState};
@@ -55,8 +55,8 @@ pub(crate) struct Gate<'s> {
     listener: Option<OwnedFd>,
     /// The number of the last client.
     last: u64,
-    /// Children: the seat and the user of clients', `None` for those that close.
-    children: HashMap<Pid, Option<(usize, u32)>>,
+    /// Children: the seat of clients', `None` for those that close.
+    children: HashMap<Pid, Option<usize>>,
     /// Refused connections, to be closed.
     refused: Vec<OwnedFd>,
 }
@@ -114,8 +114,8 @@ impl<'s> Gate<'s> {
         let [ends, connected, _] = readable([Some(self.daemon.as_fd()), listener, Some(ended.as_fd())], time);
         while let Ok(Some(_)) = ended.read_signal() {}
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
-            if let Some(Some((seat, user))) = self.children.remove(&pid) {
-                let row = self.state.table.seat(seat).row();
+            if let Some(Some(seat)) = self.children.remove(&pid) {
+                let (row, user) = (self.state.table.seat(seat).row(), self.state.table.seat(seat).user());
                 let why = status.exit_status().unwrap_or(Ending::Killed as i32);
                 if row.queues > 0 || why == Ending::Killed as i32 {
                     let (client, why, had) = (row.client, Ending::text(why), row.resources());
@@ -166,14 +166,16 @@ impl<'s> Gate<'s> {
             table.seats().map(|(_, seat)| seat).filter(counts).count()
         };
         let (connected, of_the_user) = (of(false, false), of(false, true) + of(true, true).saturating_sub(MAX_ENDING));
-        let too_many = [connected >= *clients, of_the_user >= state.config.clients_per_user()];
-        let refusal = too_many.into_iter().position(|refused| refused);
+        let refusal = match () {
+            () if connected >= *clients => Some("the daemon has reached its limit of clients (--clients)"),
+            () if of_the_user < state.config.clients_per_user() => None,
+            () => Some("this user has reached the limit of clients (--user-share)"),
+        };
         let row = ClientStatus { client: self.last + 1, pid, uid, ..ClientStatus::new_zeroed() };
-        if let Some(refusal) = refusal
+        if let Some(why) = refusal
             // An administrator may always request the status.
             && !(admin && connected < clients + OPERATOR_CONNECTIONS)
         {
-            let why = REFUSALS[refusal];
             tell(&self.daemon, Some(user), &format!("refused process {pid} of user {uid}: {why}"));
             let _ = socket::send(&socket, &failed(0, Code::Quota, why), &[], false);
             self.refuse(socket);
@@ -191,14 +193,13 @@ impl<'s> Gate<'s> {
             gate.listener = None;
             let _ = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ);
             end_at_missing_pages();
-            let why = refusal.map(|refusal| REFUSALS[refusal]);
             let socket = sockets.into_iter().next().expect("one");
-            match Serving::new(gate.state, (seat, row.client, peer, why), socket, gate.daemon.as_fd()) {
+            match Serving::new(gate.state, (seat, row.client, peer, refusal), socket, gate.daemon.as_fd()) {
                 Ok(serving) => serving.run(),
                 Err(_) => Ending::Failed,
             }
         };
-        self.fork(vec![socket], Some((seat, user)), serve).map(|()| true)
+        self.fork(vec![socket], Some(seat), serve).map(|()| true)
     }
 
     /// Ends a connection, with messages left unread, which may carry descriptors (before Linux 6.16, and where the
@@ -216,11 +217,11 @@ impl<'s> Gate<'s> {
         }
     }
 
-    /// Forks a process with these sockets, for a client with its user, or to close them.
+    /// Forks a process with these sockets, for the client of a seat, or to close them.
     fn fork(
         &mut self,
         sockets: Vec<OwnedFd>,
-        client: Option<(usize, u32)>,
+        client: Option<usize>,
         run: impl FnOnce(&mut Self, Vec<OwnedFd>) -> Ending,
     ) -> Result<(), Errno> {
         match fork_apart(sockets, |sockets| run(self, sockets)) {
@@ -230,7 +231,7 @@ impl<'s> Gate<'s> {
             }
             Err((e, sockets)) => {
                 self.refused.extend(sockets);
-                if let Some((seat, _)) = client {
+                if let Some(seat) = client {
                     self.state.table.stand(seat);
                 }
                 Err(e)

@@ -17,9 +17,8 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 /// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
-    /// `None` once it is handed to the process that accepts.
-    pub(crate) socket: Option<OwnedFd>,
-    _file: Option<SocketFile>,
+    pub(crate) socket: OwnedFd,
+    pub(crate) file: Option<SocketFile>,
 }
 
 impl Listener {
@@ -38,7 +37,7 @@ impl Listener {
         // Before anybody can connect: a refused peer must not have descriptors under way, whose close may block.
         socket::pass_rights(&socket, false);
         rustix::net::listen(&socket, 64).map_err(failed)?;
-        Ok(Self { socket: Some(socket), _file: Some(file) })
+        Ok(Self { socket, file: Some(file) })
     }
 
     /// Uses an inherited listening socket (socket activation).
@@ -55,7 +54,7 @@ impl Listener {
         }
         socket::pass_rights(&socket, false);
         // Peers that have connected before may have sent some.
-        Ok(Self { socket: Some(socket), _file: None })
+        Ok(Self { socket, file: None })
     }
 }
 

@@ -58,8 +58,8 @@ impl Server {
     ///
     /// # Errors
     /// [`ServerError::Io`], [`ServerError::ForkerDied`].
-    pub fn run(mut self, mut listener: Listener, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
-        let socket = listener.socket.take().expect("a listener that was not used");
+    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
+        let Listener { socket, file } = listener;
         let handed = dmalane_dma::send_with_fds(&self.processes, &[0], &[socket.as_fd()], SendFlags::empty());
         handed.map_err(std::io::Error::from)?;
         drop(socket);
@@ -68,7 +68,7 @@ impl Server {
                 return Err(ServerError::ForkerDied);
             }
         }
-        drop(listener);
+        drop(file);
         let _ = rustix::net::send(&self.processes, &[0], SendFlags::NOSIGNAL);
         let end = Instant::now() + self.state.config.stop_timeout + 2 * CLOSE_TIMEOUT;
         // All processes have ended when nobody has their end of the pair.
@@ -172,7 +172,7 @@ mod tests {
             drop((leaving, socket));
             let listener = Listener::from_socket(listening).unwrap();
             if !inherited {
-                socket::pass_rights(listener.socket.as_ref().unwrap(), true);
+                socket::pass_rights(&listener.socket, true);
             }
             let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
             let (stop, stopped) = UnixStream::pair().unwrap();

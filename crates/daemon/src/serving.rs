@@ -5,10 +5,9 @@
 //! requests with its share of the card, and while it owes, its requests wait beside other users.
 //!
 //! A connection is closed only after the card has stopped accessing the client's memory: to a client, the end of the
-//! connection means the same as a status of 0.
+//! connection means the same as a status of 0. A panic keeps that order too: mappings are dropped before the socket.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,7 +22,7 @@ use crate::log::{Ending, tell};
 use crate::socket::{self, Received, readable};
 use crate::state::{Peer, ServerState};
 use crate::wire::{ClientStatus, Code, MAX_MESSAGE, Refused, failed};
-use crate::worker::{Worker, take_time, yield_to_worker};
+use crate::worker::{Worker, take_time};
 
 /// How often a process looks whether its queues have stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -66,22 +65,21 @@ impl<'s> Serving<'s> {
 
     /// Serves the client until its end, and releases its resources.
     pub(crate) fn run(mut self) -> Ending {
-        yield_to_worker();
-        let served = catch_unwind(AssertUnwindSafe(|| {
-            // Also for who has left: a user does not have processes started faster than it pays for them.
-            if !self.state.table.wait_until_paid(self.connection.seat, || self.is_over(false)) {
-                return Ending::ShutDown;
-            }
+        // Lower the priority of this thread (nice 10) below the worker's, whose time is what users share.
+        // `dmalane.slice` weighs ten times as much as `user.slice`: at full priority, a user could have this thread take
+        // processors from other users' processes. It may always get less.
+        let _ = rustix::process::setpriority_process(None, 10);
+        let mut why = Ending::ShutDown;
+        // Also for who has left: a user does not have processes started faster than it pays for them.
+        if self.state.table.wait_until_paid(self.connection.seat, || self.is_over(false)) {
             self.since = Instant::now();
             let mut buffer = [0; MAX_MESSAGE];
-            loop {
+            why = loop {
                 if let Err(why) = self.wait().and_then(|()| self.request(&mut buffer)) {
                     break why;
                 }
-            }
-        }));
-        // Whatever happens, the connection ends only when the card has stopped.
-        let why = served.unwrap_or(Ending::Bug);
+            };
+        }
         self.end();
         why
     }

@@ -155,11 +155,10 @@ impl<'a> ClientRequest<'a> {
     /// # Errors
     /// [`MalformedRequest`] for every deviation from the format.
     pub fn decode(message: &'a [u8]) -> Result<(u64, Self), MalformedRequest> {
-        let Ok((header, body)) = MessageHeader::ref_from_prefix(message) else {
-            return Err(MalformedRequest { seqno: 0, code: Code::Malformed, why: "shorter than a header" });
-        };
-        let seqno = header.seqno.get();
+        let header = MessageHeader::ref_from_prefix(message);
+        let seqno = header.as_ref().map_or(0, |(header, _)| header.seqno.get());
         let bad = |why| MalformedRequest { seqno, code: Code::Malformed, why };
+        let (header, body) = header.map_err(|_| bad("shorter than a header"))?;
         if header.size.get() as usize != message.len() {
             return Err(bad("its size differs from its header"));
         }
@@ -167,10 +166,8 @@ impl<'a> ClientRequest<'a> {
         if !(HELLO..=STATUS).contains(&opcode) {
             return Err(MalformedRequest { seqno, code: Code::Unknown, why: "there is no such request" });
         }
-        let Ok((fields, rest)) = Fields::ref_from_prefix(body) else {
-            return Err(bad("shorter than a request"));
-        };
-        let Fields { at, amount, index, value } = fields;
+        let fields = Fields::ref_from_prefix(body).map_err(|_| bad("shorter than a request"))?;
+        let (Fields { at, amount, index, value }, rest) = fields;
         let request = match (opcode, at.get(), amount.get(), index.get(), value.get(), rest) {
             (HELLO, MAGIC, 0, min, max, []) => Self::Hello { min, max },
             (OPEN, ddr, hbm, queues, 0, []) => Self::Open { ddr, hbm, queues },

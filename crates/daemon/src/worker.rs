@@ -2,7 +2,7 @@
 //! the processor time of threads, for which users pay.
 
 use std::cell::Cell;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -17,7 +17,6 @@ use zerocopy::FromZeros;
 use crate::fork::{ask_for_short_slices, exit};
 use crate::function::Function;
 use crate::log::Ending;
-use crate::socket::readable;
 use crate::table::{Table, now};
 use crate::turns::Step;
 use crate::wire::ClientStatus;
@@ -31,7 +30,7 @@ const STEP_TIME: u64 = 200_000;
 /// Steps that take so much longer than they have a processor, in nanoseconds, were interrupted.
 const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
-const MAX_SLEEP: Duration = Duration::from_secs(1);
+const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// What a worker runs, and what wakes it: the client's kicks, and requests that change what there is to do.
 pub(crate) struct Alarm {
@@ -69,10 +68,8 @@ impl Alarm {
     }
 
     fn sleep(&self) {
-        // `epoll_wait` has milliseconds, and `epoll_pwait2` is missing in older kernels.
-        readable([Some(self.epoll.as_fd())], Some(MAX_SLEEP));
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 4];
-        let _ = epoll::wait(&self.epoll, &mut events, Some(&Timespec::default()));
+        let _ = epoll::wait(&self.epoll, &mut events, Some(&MAX_SLEEP));
         // Never blocks.
         let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
     }
@@ -248,14 +245,6 @@ impl StepClock {
 
 fn waits() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
-}
-
-/// Lowers the priority of this thread (nice 10) below the worker's, whose time is what users share. `dmalane.slice`
-/// weighs ten times as much as `user.slice`: at full priority, a user could have this thread take processors from other
-/// users' processes.
-pub(crate) fn yield_to_worker() {
-    // It may always get less.
-    let _ = rustix::process::setpriority_process(None, 10);
 }
 
 /// Processor time of this thread so far.
