@@ -19,8 +19,8 @@ use dmalane_dma::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
-use rustix::net::SocketAddrUnix;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U64;
@@ -150,7 +150,8 @@ impl Transport {
         let path = || options.path.clone();
         let failed = |source| ClientError::Connect { path: path(), source };
         let address = SocketAddrUnix::new(&options.path).map_err(failed)?;
-        let socket = socket::make().map_err(failed)?;
+        let kind = SocketType::SEQPACKET;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(failed)?;
         // Connecting to a daemon that never accepts must time out too. (0 would wait for ever.)
         let most = Some(options.timeout.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
         set_socket_timeout(&socket, Timeout::Send, most).map_err(failed)?;

@@ -8,7 +8,7 @@ use nix::libc;
 use nix::sys::socket::SetSockOpt;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socket_with};
+use rustix::net::{RecvFlags, SendFlags};
 
 use crate::wire::{MAX_FDS, MAX_MESSAGE};
 
@@ -23,11 +23,6 @@ nix::setsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sy
 /// connect(2). Before Linux 6.16, which does not know it, every socket takes descriptors.
 pub(crate) fn pass_rights(socket: impl AsFd, pass: bool) {
     let _ = PassRights.set(&socket, &pass);
-}
-
-/// A socket of this protocol.
-pub(crate) fn make() -> Result<OwnedFd, Errno> {
-    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
 }
 
 /// Waits until one of these descriptors is readable or at its end, or for this time. Returns which of them are.
@@ -99,7 +94,7 @@ pub(crate) fn drain(fd: impl AsFd) {
 
 #[cfg(test)]
 mod tests {
-    use rustix::net::socketpair;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     use super::*;
 

@@ -38,14 +38,13 @@ impl ServerState {
         // Others see what their own user has and does.
         let user = (!peer.admin).then_some(peer.user);
         let Accounts { ddr, hbm, .. } = &self.accounts;
-        let (in_ddr, in_hbm) = (ddr.in_use(user), hbm.in_use(user));
         page.sort_unstable_by_key(|row| row.client);
         let more = page.len() > MAX_ROWS;
         page.truncate(MAX_ROWS);
         let answer = StatusAnswer {
             uptime: (now() - self.started) / 1_000_000_000,
-            ddr: [in_ddr, ddr.limits.0],
-            hbm: [in_hbm, hbm.limits.0],
+            ddr: [ddr.in_use(user), ddr.limits.0],
+            hbm: [hbm.in_use(user), hbm.limits.0],
             more: more.into(),
         };
         [answer.as_bytes(), page.as_bytes()].concat()

@@ -307,11 +307,9 @@ impl Turns {
     }
 
     fn wants_nothing(&mut self, seat: usize) {
-        if std::mem::take(&mut self.places[seat].wants) == 0 {
-            return;
-        }
+        let wanted = std::mem::take(&mut self.places[seat].wants);
         let share = self.share_of(seat);
-        share.wanting = share.wanting.saturating_sub(1);
+        share.wanting = share.wanting.saturating_sub(wanted);
     }
 
     /// Chooses who is next: the user whose round it is while something of that is left. `worked`: a step was done since
