@@ -8,14 +8,14 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_dma::{
     self as mem, BufferRef, Heap, Mapping, MemfdHeap, Mmio, PageKind, PeerError, Pinned, Registrar, SharedBuf, Undo,
-    check_peer, trusted_users,
+    check_peer, lock, trusted_users,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
@@ -535,11 +535,6 @@ fn no_register(error: ClientError, bar: u8, offset: u64, bytes: u64) -> mem::Err
         ClientError::Refused { code: Code::NoSuchThing, .. } => mem::Error::NoRegister { bar, offset, bytes },
         other => other.into(),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The values are consistent after every statement, so a panic of another holder does no harm.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The state of a daemon, with its clients.

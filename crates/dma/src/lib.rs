@@ -17,6 +17,7 @@ mod footprint;
 pub mod fuzzing;
 mod heap;
 mod interrupts;
+mod lock;
 mod memory;
 mod mmio;
 mod pagemap;
@@ -41,6 +42,7 @@ pub use heap::{
     Reserved, export_dma_buf, export_dma_buf_range, pick,
 };
 pub use interrupts::InterruptEvents;
+pub use lock::lock;
 pub use memory::BufferRef;
 pub use mmio::{Mmio, aligned_words};
 pub use pagemap::physical_runs;

@@ -6,11 +6,11 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_card::regs;
-use dmalane_dma::SocketFile;
+use dmalane_dma::{SocketFile, lock};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_sim::{CardConfig, CardMemory, SoftCard};
 use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, serve};
@@ -128,17 +128,13 @@ struct Vector {
 }
 
 impl Events {
-    fn lock(&self) -> MutexGuard<'_, Vec<Vector>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Raises the interrupt of a channel.
     ///
     /// The write may block: `O_NONBLOCK` is a flag of the file, which the client shares and may clear at any time, and
     /// no other call raises an eventfd. So only a channel's worker calls this, without locks that the server needs, and
     /// [`Events::release`] unblocks it.
     fn raise(&self, channel: usize) {
-        let event = self.lock().get_mut(channel).and_then(|vector| {
+        let event = lock(&self.0).get_mut(channel).and_then(|vector| {
             vector.raising = vector.event.clone();
             vector.raising.clone()
         });
@@ -147,7 +143,7 @@ impl Events {
         if has_room(&event) {
             let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
         }
-        if let Some(vector) = self.lock().get_mut(channel) {
+        if let Some(vector) = lock(&self.0).get_mut(channel) {
             vector.raising = None;
         }
     }
@@ -155,7 +151,7 @@ impl Events {
     /// Drains the full eventfds to which a channel may be writing; true while a channel may still be blocked. A client
     /// that reads its eventfds has no full ones.
     fn release(&self) -> bool {
-        let raising: Vec<_> = self.lock().iter().filter_map(|vector| vector.raising.clone()).collect();
+        let raising: Vec<_> = lock(&self.0).iter().filter_map(|vector| vector.raising.clone()).collect();
         for event in raising.iter().filter(|event| !has_room(event)) {
             // Offset -1, since an eventfd has no position. This call never blocks, whatever the flag.
             let mut count = [0; 8];
@@ -190,7 +186,7 @@ struct CardModel {
 impl Drop for CardModel {
     /// Unblocks the workers, which the card's drop then joins.
     fn drop(&mut self) {
-        self.events.lock().iter_mut().for_each(|vector| vector.event = None);
+        lock(&self.events.0).iter_mut().for_each(|vector| vector.event = None);
         while self.events.release() {
             std::thread::sleep(Duration::from_micros(50));
         }
@@ -319,11 +315,11 @@ impl ServedDevice for CardModel {
     }
 
     fn interrupts(&self) -> u32 {
-        self.events.lock().len() as u32
+        lock(&self.events.0).len() as u32
     }
 
     fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>) {
-        let mut vectors = self.events.lock();
+        let mut vectors = lock(&self.events.0);
         for (vector, event) in vectors.iter_mut().skip(first as usize).zip(events) {
             vector.event = event.filter(is_eventfd).map(Arc::new);
         }
@@ -386,11 +382,11 @@ mod tests {
             model.set_interrupts(0, vec![Some(full.try_clone().unwrap())]);
             model.events.raise(0);
             let events = model.events.clone();
-            let event = events.lock()[0].event.clone().unwrap();
-            events.lock()[0].raising = Some(event.clone());
+            let event = lock(&events.0)[0].event.clone().unwrap();
+            lock(&events.0)[0].raising = Some(event.clone());
             let worker = std::thread::spawn(move || {
                 rustix::io::write(&*event, &1u64.to_ne_bytes()).unwrap();
-                events.lock()[0].raising = None;
+                lock(&events.0)[0].raising = None;
             });
             std::thread::sleep(Duration::from_millis(20));
             assert!(!worker.is_finished(), "it blocks");

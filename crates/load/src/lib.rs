@@ -25,7 +25,6 @@ mod error;
 pub mod fill;
 mod input;
 mod layout;
-mod lock;
 mod manifest;
 mod model;
 mod open_file;

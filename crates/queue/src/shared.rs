@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use dmalane_dma::lock;
+
 use crate::{
     Cancelled, Capabilities, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused,
     StopReason, Ticket,
@@ -167,11 +169,6 @@ impl<A> Pending<A> {
     fn first(&self) -> u64 {
         self.next - self.operations.len() as u64
     }
-}
-
-/// The state is consistent after a panic elsewhere: every operation is in one place.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
