@@ -142,8 +142,4 @@ impl<B: Mmio> Card<B> {
     }
 }
 
-impl<B: Mmio> std::fmt::Debug for Card<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Card").field("layout", &self.layout).field("channels", &self.channels()).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!([B: Mmio] Card<B>, |it| "Card {{ layout: {:?}, channels: {:?}, .. }}", it.layout, it.channels());

@@ -520,15 +520,7 @@ impl Undo for Inner {
     fn unpin(&self, _pages: &SgTable<PhysAddr>) {} // the daemon pins only what is mapped
 }
 
-impl std::fmt::Debug for Client {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Client")
-            .field("path", &self.0.transport.options.path)
-            .field("number", &self.0.number)
-            .field("queues", &self.queues())
-            .finish_non_exhaustive()
-    }
-}
+mem::debug_as!(Client, |it| "Client({}: {})", it.0.transport.options.path.display(), it.0.number);
 
 fn no_register(error: ClientError, bar: u8, offset: u64, bytes: u64) -> mem::Error {
     match error {

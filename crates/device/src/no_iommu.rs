@@ -152,11 +152,7 @@ impl<T: Send + 'static> Registrar for NoIommu<T> {
     }
 }
 
-impl<T> std::fmt::Debug for NoIommu<T> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "NoIommu({} registered)", lock(&self.0.state).live.len())
-    }
-}
+dmalane_dma::debug_as!([T] NoIommu<T>, |it| "NoIommu({} registered)", lock(&it.0.state).live.len());
 
 #[cfg(test)]
 mod tests {

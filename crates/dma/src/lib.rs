@@ -10,6 +10,7 @@
 
 mod account;
 mod buf;
+mod debug;
 mod device;
 mod error;
 mod footprint;

@@ -161,8 +161,4 @@ impl BufferRef {
     }
 }
 
-impl std::fmt::Debug for BufferRef {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "BufferRef({} bytes)", self.len())
-    }
-}
+crate::debug_as!(BufferRef, |it| "BufferRef({} bytes)", it.len());

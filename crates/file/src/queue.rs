@@ -462,11 +462,7 @@ impl Drop for FileQueue {
     }
 }
 
-impl std::fmt::Debug for FileQueue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileQueue({}: {}, {} in flight)", self.path().display(), self.how, self.ops.len())
-    }
-}
+dmalane_dma::debug_as!(FileQueue, |it| "FileQueue({}: {}, {} in flight)", it.path().display(), it.how, it.ops.len());
 
 #[cfg(test)]
 mod tests {

@@ -711,11 +711,7 @@ impl<Q: Queue> std::fmt::Debug for SharedQueue<Q> {
     }
 }
 
-impl<Q: Queue> std::fmt::Debug for SharedHandle<Q> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SharedHandle({} in flight)", self.in_flight)
-    }
-}
+dmalane_dma::debug_as!([Q: Queue] SharedHandle<Q>, |it| "SharedHandle({} in flight)", it.in_flight);
 
 #[cfg(test)]
 mod tests {

@@ -197,11 +197,7 @@ impl<M, F: Format> Drop for SoftCard<M, F> {
     }
 }
 
-impl<M, F: Format> std::fmt::Debug for SoftCard<M, F> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SoftCard").field("memory", &self.core.inside.memory).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!([M, F: Format] SoftCard<M, F>, |it| "SoftCard {{ memory: {:?}, .. }}", it.core.inside.memory);
 
 impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {

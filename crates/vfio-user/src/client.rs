@@ -590,11 +590,7 @@ impl Drop for UserBus {
     }
 }
 
-impl std::fmt::Debug for UserBus {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("UserBus").field("regions", &self.regions).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(UserBus, |it| "UserBus {{ regions: {:?}, .. }}", it.regions);
 
 #[cfg(test)]
 mod tests {
