@@ -142,4 +142,4 @@ impl<B: Mmio> Card<B> {
     }
 }
 
-dmalane_dma::debug_as!([B: Mmio] Card<B>, |it| "Card {{ layout: {:?}, channels: {:?}, .. }}", it.layout, it.channels());
+dmalane_dma::debug_as!(Card<B>, [B: Mmio], |it| "Card({:?}, {} channels)", it.layout, it.channels());

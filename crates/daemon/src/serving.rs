@@ -66,8 +66,8 @@ impl<'s> Serving<'s> {
     /// Serves the client until its end, and releases its resources.
     pub(crate) fn run(mut self) -> Ending {
         // Lower the priority of this thread (nice 10) below the worker's, whose time is what users share.
-        // `dmalane.slice` weighs ten times as much as `user.slice`: at full priority, a user could have this thread take
-        // processors from other users' processes. It may always get less.
+        // `dmalane.slice` weighs ten times as much as `user.slice`: at full priority, a user could have this thread
+        // take processors from other users' processes. It may always get less.
         let _ = rustix::process::setpriority_process(None, 10);
         let mut why = Ending::ShutDown;
         // Also for who has left: a user does not have processes started faster than it pays for them.

@@ -123,8 +123,8 @@ impl Table {
         unsafe { self.0.as_ref() }
     }
 
-    /// Has `change` work on the turns, which nobody else does meanwhile. Where a process was killed that had them locked,
-    /// their counts are mended first.
+    /// Has `change` work on the turns, which nobody else does meanwhile. Where a process was killed that had them
+    /// locked, their counts are mended first.
     pub(crate) fn locked<T>(&self, change: impl FnOnce(&mut Turns) -> T) -> T {
         let mutex = self.shared().lock.get();
         // SAFETY: made by `new`, and never destroyed or moved.

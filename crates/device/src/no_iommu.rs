@@ -152,7 +152,7 @@ impl<T: Send + 'static> Registrar for NoIommu<T> {
     }
 }
 
-dmalane_dma::debug_as!([T] NoIommu<T>, |it| "NoIommu({} registered)", lock(&it.0.state).live.len());
+dmalane_dma::debug_as!(NoIommu<T>, [T], |it| "NoIommu({} registered)", lock(&it.0.state).live.len());
 
 #[cfg(test)]
 mod tests {

@@ -52,7 +52,7 @@ impl DerefMut for CpuBuf {
     }
 }
 
-crate::debug_as!(CpuBuf, |it| "CpuBuf({} bytes, {})", it.memory.len(), it.backing.kind);
+debug_as!(CpuBuf, |it| "CpuBuf({} bytes, {})", it.memory.len(), it.backing.kind);
 
 /// A whole buffer that devices may access. Its owner has exclusive use of all its bytes.
 #[derive(Debug)]

@@ -8,9 +8,11 @@
 //! let first = shared[0];
 //! ```
 
+#[macro_use]
+mod debug;
+
 mod account;
 mod buf;
-mod debug;
 mod device;
 mod error;
 mod footprint;

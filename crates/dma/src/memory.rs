@@ -161,4 +161,4 @@ impl BufferRef {
     }
 }
 
-crate::debug_as!(BufferRef, |it| "BufferRef({} bytes)", it.len());
+debug_as!(BufferRef, |it| "BufferRef({} bytes)", it.len());

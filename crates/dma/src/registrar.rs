@@ -167,7 +167,7 @@ impl Drop for Pinned {
     }
 }
 
-crate::debug_as!(Pinned, |it| "Pinned {{ buffer: {:?}, .. }}", it.buffer);
+debug_as!(Pinned, |it| "Pinned {{ buffer: {:?}, .. }}", it.buffer);
 
 /// A buffer that the device can reach at contiguous IOVAs. Unmaps, then unpins, on drop.
 #[derive(Debug)]

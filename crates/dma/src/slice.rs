@@ -187,7 +187,7 @@ impl BufferRef {
     }
 }
 
-crate::debug_as!(BufferSlice, |it| "BufferSlice({}..{})", it.offset, it.offset + it.len);
+debug_as!(BufferSlice, |it| "BufferSlice({}..{})", it.offset, it.offset + it.len);
 
 #[cfg(test)]
 mod tests {

@@ -222,7 +222,7 @@ impl<'a> VolatileSlice<'a> {
     }
 }
 
-crate::debug_as!(VolatileSlice<'_>, |it| "VolatileSlice({} bytes)", it.len);
+debug_as!(VolatileSlice<'_>, |it| "VolatileSlice({} bytes)", it.len);
 
 #[cfg(test)]
 mod tests {

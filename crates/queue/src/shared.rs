@@ -711,7 +711,7 @@ impl<Q: Queue> std::fmt::Debug for SharedQueue<Q> {
     }
 }
 
-dmalane_dma::debug_as!([Q: Queue] SharedHandle<Q>, |it| "SharedHandle({} in flight)", it.in_flight);
+dmalane_dma::debug_as!(SharedHandle<Q>, [Q: Queue], |it| "SharedHandle({} in flight)", it.in_flight);
 
 #[cfg(test)]
 mod tests {

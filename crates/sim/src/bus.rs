@@ -101,7 +101,7 @@ impl<F: Format, M: Format> Mmio for SoftBus<F, M> {
     }
 }
 
-dmalane_dma::debug_as!([F: Format, M: Format] SoftBus<F, M>, |it| "SoftBus {{ card: {:?}, .. }}", it.card);
+dmalane_dma::debug_as!(SoftBus<F, M>, [F: Format, M: Format], |it| "SoftBus {{ card: {:?}, .. }}", it.card);
 
 /// The card's interrupts: one line, pending until somebody has waited for it.
 #[derive(Default)]

@@ -197,7 +197,7 @@ impl<M, F: Format> Drop for SoftCard<M, F> {
     }
 }
 
-dmalane_dma::debug_as!([M, F: Format] SoftCard<M, F>, |it| "SoftCard {{ memory: {:?}, .. }}", it.core.inside.memory);
+dmalane_dma::debug_as!(SoftCard<M, F>, [M, F: Format], |it| "SoftCard {{ memory: {:?}, .. }}", it.core.inside.memory);
 
 impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
