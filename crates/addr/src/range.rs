@@ -2,16 +2,18 @@
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
-use core::{error, fmt};
+
+use thiserror::Error;
 
 use crate::phases::Phases;
 use crate::{Address, PageSize, Span};
 
 /// Why a range could not be allocated or freed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum RangeError<A: Address> {
     /// No free range is long enough at this alignment.
+    #[error("no free range of {len} bytes aligned to {align} ({free} bytes are free in all)")]
     Exhausted {
         /// Bytes requested.
         len: u64,
@@ -21,6 +23,7 @@ pub enum RangeError<A: Address> {
         free: u64,
     },
     /// A length of zero, or one that is not a whole number of pages of the allocator.
+    #[error("a range of {len} bytes is not a whole, non-zero number of {page} pages")]
     BadLength {
         /// Bytes asked for.
         len: u64,
@@ -28,26 +31,11 @@ pub enum RangeError<A: Address> {
         page: PageSize,
     },
     /// Part of the span is allocated, or lies outside the allocator.
+    #[error("{0} is not completely free")]
     NotFree(Span<A>),
     /// Part of the span is free already, or lies outside the allocator.
+    #[error("{0} is not completely allocated")]
     NotAllocated(Span<A>),
-}
-
-impl<A: Address> error::Error for RangeError<A> {}
-
-impl<A: Address> fmt::Display for RangeError<A> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Exhausted { len, align, free } => {
-                write!(f, "no free range of {len} bytes aligned to {align} ({free} bytes are free in all)")
-            }
-            Self::BadLength { len, page } => {
-                write!(f, "a range of {len} bytes is not a whole, non-zero number of {page} pages")
-            }
-            Self::NotFree(span) => write!(f, "{span} is not completely free"),
-            Self::NotAllocated(span) => write!(f, "{span} is not completely allocated"),
-        }
-    }
 }
 
 /// Allocates ranges of an address space: IOVAs, card memory, device VAs.

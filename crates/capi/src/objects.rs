@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+pub(crate) use dmalane::dma::lock;
 use dmalane_addr::{Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{FormatId, HeapTables, UnknownFormat};
 use dmalane_vm::{AnyVm, Bo, Errno, Handles, MappedSource, any_vm};
@@ -189,11 +190,6 @@ pub(crate) fn none(number: u64, what: &str) -> Refused {
 
 static DEVICES: Mutex<Numbered<Device>> = Mutex::new(Numbered::new());
 static VMS: Mutex<Numbered<OneVm>> = Mutex::new(Numbered::new());
-
-/// Locks data that stays consistent when a holder panics: each change is a single map operation.
-pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Locks a VM; an error when a panic may have left it inconsistent.
 fn lock_vm(vm: &OneVm) -> Result<MutexGuard<'_, Box<dyn AnyVm + Send>>, Refused> {

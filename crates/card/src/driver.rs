@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, Span};
-use dmalane_dma::{Heap, Mmio};
+use dmalane_dma::{Heap, Mmio, lock};
 use dmalane_queue::Area;
 
 use crate::layout::regions;
@@ -75,7 +75,7 @@ impl<B: Mmio> Card<B> {
 
     /// The number of channels.
     pub fn channels(&self) -> usize {
-        self.rings.lock().len()
+        lock(&self.rings.rings).len()
     }
 
     /// How transfers go, for [`AddressPolicy`](dmalane_queue::AddressPolicy): DDR over every channel, each half of HBM
@@ -91,7 +91,7 @@ impl<B: Mmio> Card<B> {
     /// answer.
     pub fn queue(&self, index: usize) -> Result<CardQueue<B>, Error> {
         let channels = self.channels();
-        let taken = match self.rings.lock().get_mut(index) {
+        let taken = match lock(&self.rings.rings).get_mut(index) {
             None => return Err(Error::NoChannel { index, channels }),
             Some(slot) => slot.take(),
         };
@@ -142,8 +142,4 @@ impl<B: Mmio> Card<B> {
     }
 }
 
-impl<B: Mmio> std::fmt::Debug for Card<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Card").field("layout", &self.layout).field("channels", &self.channels()).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(Card<B>, [B: Mmio], |it| "Card({:?}, {} channels)", it.layout, it.channels());

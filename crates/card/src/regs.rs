@@ -99,6 +99,13 @@ pub const fn channel(index: u32, register: u64) -> u64 {
     CHANNEL_BASE + CHANNEL_STRIDE * index as u64 + register
 }
 
+/// The channel whose register is at this offset, and the register: the inverse of [`channel`].
+#[inline]
+pub fn channel_at(offset: u64) -> Option<(usize, u64)> {
+    let offset = offset.checked_sub(CHANNEL_BASE)?;
+    Some((usize::try_from(offset / CHANNEL_STRIDE).ok()?, offset % CHANNEL_STRIDE))
+}
+
 /// The code of a page-table format in [`MMU_FORMAT`]; 0 for one that has none.
 pub fn format_code(name: &str) -> u32 {
     FORMATS.iter().position(|f| *f == name).map_or(0, |i| i as u32 + 1)

@@ -1,17 +1,17 @@
 //! The rings of a card's channels.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::Access;
-use dmalane_dma::{Error, Heap, Mmio, SharedBuf};
+use dmalane_dma::{Error, Heap, Mmio, SharedBuf, lock};
 use dmalane_queue::Registered;
 
 use crate::{CompletionEntry, Descriptor};
 
 /// The rings of the channels that nobody drives, and a count of what was given up.
 pub(crate) struct Shelf {
-    rings: Mutex<Vec<Option<Rings>>>,
+    pub(crate) rings: Mutex<Vec<Option<Rings>>>,
     quarantined: AtomicUsize,
 }
 
@@ -28,13 +28,9 @@ impl Shelf {
         Self { rings: Mutex::new(rings), quarantined: AtomicUsize::new(0) }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<Option<Rings>>> {
-        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes the rings of a channel that has stopped.
     pub(crate) fn put_back(&self, index: usize, rings: Rings) {
-        if let Some(slot) = self.lock().get_mut(index) {
+        if let Some(slot) = lock(&self.rings).get_mut(index) {
             *slot = Some(rings);
         }
     }

@@ -13,8 +13,9 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ushort, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use dmalane_dma::lock;
 use libloading::Library;
 
 use crate::{Error, Gpu};
@@ -257,10 +258,6 @@ pub(crate) enum Attribute {
     VirtualMemory = 102,
     RdmaWithVirtualMemory = 110,
     DmaBuf = 124,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Driver {

@@ -11,6 +11,7 @@ use dmalane_sim::Allowance;
 
 use crate::config::Config;
 use crate::table::{Seat, Table};
+use crate::wire::{Code, Refused};
 
 /// An amount that clients take, with its limits.
 pub(crate) struct Account {
@@ -18,7 +19,7 @@ pub(crate) struct Account {
     /// Of what the table knows of each client.
     index: usize,
     /// Most in all, and of one user.
-    limits: (u64, u64),
+    pub limits: (u64, u64),
     /// The name of the unit, and the options that limit it in all and for a user.
     names: [&'static str; 2],
     /// The way out for a user who is refused.
@@ -57,40 +58,37 @@ impl Account {
         &seat.taken[self.index]
     }
 
-    /// Takes an amount for a client.
+    /// Takes an amount for a client, until the charge is dropped.
     ///
     /// # Errors
     /// Why its user cannot have it; then nothing is taken.
-    fn take(&self, seat: usize, more: u64) -> Result<(), String> {
-        let [what, option] = self.names;
+    pub(crate) fn charge(self: &Arc<Self>, seat: usize, bytes: u64) -> Result<Charge, Refused> {
+        self.take(seat, bytes)?;
+        Ok(Charge { account: self.clone(), seat, bytes: AtomicU64::new(bytes) })
+    }
+
+    fn take(&self, seat: usize, more: u64) -> Result<(), Refused> {
+        let Self { limits: (most, of_a_user), names: [what, option], remedy, .. } = self;
         let seat = self.table.seat(seat);
         // Nobody else takes anything until this is taken.
-        let _lock = self.table.lock();
-        let (all, has) = (self.in_use(None), self.in_use(Some(seat.user())));
-        let fits = |used: u64, limit: u64| used.checked_add(more).is_some_and(|sum| sum <= limit);
-        if !fits(all, self.limits.0) {
-            return Err(format!(
-                "{more} {what}; all clients use {all} of {} ({option}): {}, or wait until other clients end",
-                self.limits.0, self.remedy
-            ));
-        }
-        if !fits(has, self.limits.1) {
-            return Err(format!(
-                "{more} {what}; this user has {has} of {} (--user-share): {}, or end another client",
-                self.limits.1, self.remedy
-            ));
-        }
-        self.of(seat).fetch_add(more, Ordering::Relaxed);
-        Ok(())
+        self.table.locked(|_| {
+            let (all, has) = (self.in_use(None), self.in_use(Some(seat.user())));
+            let fits = |used: u64, limit: u64| used.checked_add(more).is_some_and(|sum| sum <= limit);
+            Refused::unless(fits(all, *most), Code::Quota, || {
+                let or = "or wait until other clients end";
+                format!("{more} {what}; all clients use {all} of {most} ({option}): {remedy}, {or}")
+            })?;
+            Refused::unless(fits(has, *of_a_user), Code::Quota, || {
+                let or = "or end another client";
+                format!("{more} {what}; this user has {has} of {of_a_user} (--user-share): {remedy}, {or}")
+            })?;
+            self.of(seat).fetch_add(more, Ordering::Relaxed);
+            Ok(())
+        })
     }
 
     fn give(&self, seat: usize, bytes: u64) {
         self.of(self.table.seat(seat)).fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    /// In all.
-    pub(crate) fn total(&self) -> u64 {
-        self.limits.0
     }
 }
 
@@ -99,17 +97,6 @@ pub(crate) struct Charge {
     account: Arc<Account>,
     seat: usize,
     bytes: AtomicU64,
-}
-
-impl Charge {
-    /// Takes an amount for a client.
-    ///
-    /// # Errors
-    /// Why its user cannot have it.
-    pub(crate) fn new(account: &Arc<Account>, seat: usize, bytes: u64) -> Result<Self, String> {
-        account.take(seat, bytes)?;
-        Ok(Self { account: account.clone(), seat, bytes: AtomicU64::new(bytes) })
-    }
 }
 
 impl Allowance for Charge {
@@ -156,15 +143,15 @@ mod tests {
         let names = ["bytes", "--all"];
         let account = Arc::new(Account { table: table.clone(), index: 2, limits: (100, 60), names, remedy: "unmap" });
         let in_use = |user| account.in_use(user);
-        let first = Charge::new(&account, 0, 60).unwrap();
+        let first = account.charge(0, 60).unwrap();
         assert_eq!(
-            Charge::new(&account, 3, 1).err().unwrap(),
+            account.charge(3, 1).err().unwrap().1,
             "1 bytes; this user has 60 of 60 (--user-share): unmap, or end another client"
         );
-        let second = Charge::new(&account, 1, 30).unwrap();
+        let second = account.charge(1, 30).unwrap();
         assert!(second.take(10) && !second.take(1));
-        assert!(Charge::new(&account, 2, 1).err().unwrap().contains("all clients use 100 of 100 (--all)"));
-        assert!(Charge::new(&account, 2, u64::MAX).is_err());
+        assert!(account.charge(2, 1).err().unwrap().1.contains("all clients use 100 of 100 (--all)"));
+        assert!(account.charge(2, u64::MAX).is_err());
         drop(first);
         second.give(5);
         assert_eq!((in_use(None), in_use(Some(2)), in_use(Some(1))), (35, 35, 0));
@@ -179,17 +166,17 @@ mod tests {
         let gib = 1 << 30;
         let table = clients(&[7, 8]);
         let Accounts { ddr, hbm, .. } = Accounts::new(&Config::default(), &table);
-        let held: Vec<Charge> = (0..24).map(|_| Charge::new(&ddr, 0, gib).unwrap()).collect();
-        assert!(Charge::new(&ddr, 0, gib).err().unwrap().contains("(--user-share): request less"));
+        let held: Vec<Charge> = (0..24).map(|_| ddr.charge(0, gib).unwrap()).collect();
+        assert!(ddr.charge(0, gib).err().unwrap().1.contains("(--user-share): request less"));
         // The two memories are counted separately, and the rest is left for other users.
-        let _all = Charge::new(&hbm, 0, 24 * gib).unwrap();
-        let _rest = Charge::new(&ddr, 1, 8 * gib).unwrap();
-        let refused = Charge::new(&ddr, 1, gib).err().unwrap();
+        let _all = hbm.charge(0, 24 * gib).unwrap();
+        let _rest = ddr.charge(1, 8 * gib).unwrap();
+        let refused = ddr.charge(1, gib).err().unwrap().1;
         assert!(refused.contains("all clients use 34359738368 of 34359738368 (--ddr)"), "{refused}");
         drop(held);
-        Charge::new(&ddr, 0, 24 * gib).unwrap();
+        ddr.charge(0, 24 * gib).unwrap();
         // On a card with room for one client, that client gets all of it.
         let small = Accounts::new(&Config { ddr: gib, hbm: gib, ..Config::default() }, &clients(&[7]));
-        Charge::new(&small.ddr, 0, gib).unwrap();
+        small.ddr.charge(0, gib).unwrap();
     }
 }

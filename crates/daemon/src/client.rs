@@ -7,18 +7,18 @@
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_dma::{
     self as mem, BufferRef, Heap, Mapping, MemfdHeap, Mmio, PageKind, PeerError, Pinned, Registrar, SharedBuf, Undo,
-    check_peer, trusted_users,
+    check_peer, lock, trusted_users,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
@@ -26,7 +26,7 @@ use zerocopy::FromBytes;
 use zerocopy::little_endian::U64;
 
 use crate::page::Page;
-use crate::socket::{self, Received};
+use crate::socket::{self, Received, readable};
 use crate::wire::{
     ANSWER, ClientRequest, ClientStatus, Code, FAILED, FailedAnswer, FunctionFiles, HelloAnswer, MAX_BYTES, MAX_FDS,
     MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader, StatusAnswer, VERSION,
@@ -92,17 +92,6 @@ pub enum ClientError {
          with Client::buffer"
     )]
     NotShareable,
-    /// A mapping of more buffers, or more segments of them, than fit a message.
-    #[error(
-        "a mapping of {segments} segments from {buffers} buffers; at most {MAX_SEGMENTS} segments from {MAX_FDS} \
-         buffers are possible"
-    )]
-    TooManySegments {
-        /// Segments to be mapped.
-        segments: usize,
-        /// Buffers that they are from.
-        buffers: usize,
-    },
     /// A system call of the client failed.
     #[error("{what}: {source}")]
     System {
@@ -147,80 +136,100 @@ impl ClientOptions {
 
 /// The socket, with one request at a time in flight.
 struct Transport {
+    options: ClientOptions,
     socket: OwnedFd,
-    path: PathBuf,
-    next: u64,
-    timeout: Duration,
+    /// The number of the next request.
+    next: Mutex<u64>,
+    /// The connection has ended, and every request fails.
+    gone: AtomicBool,
 }
 
 impl Transport {
-    /// A connection to a daemon, with the most queues that the client may have, and its number.
-    fn connect(options: &ClientOptions) -> Result<(Self, u32, u64), ClientError> {
-        let ClientOptions { path, timeout, server_uids: trusted, .. } = options;
-        let timeout = *timeout;
-        let failed = |source| ClientError::Connect { path: path.to_owned(), source };
-        let address = SocketAddrUnix::new(path).map_err(failed)?;
+    /// A connection to a daemon, and what the daemon says about it.
+    fn connect(options: ClientOptions) -> Result<(Self, HelloAnswer), ClientError> {
+        let path = || options.path.clone();
+        let failed = |source| ClientError::Connect { path: path(), source };
+        let address = SocketAddrUnix::new(&options.path).map_err(failed)?;
         let kind = SocketType::SEQPACKET;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(failed)?;
         // Connecting to a daemon that never accepts must time out too. (0 would wait for ever.)
-        let most = Some(timeout.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
+        let most = Some(options.timeout.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
         set_socket_timeout(&socket, Timeout::Send, most).map_err(failed)?;
-        loop {
-            match rustix::net::connect(&socket, &address) {
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: path.to_owned(), after: timeout }),
-                other => break other.map_err(failed)?,
-            }
+        match retry_on_intr(|| rustix::net::connect(&socket, &address)) {
+            Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: path(), after: options.timeout }),
+            other => other.map_err(failed)?,
         }
-        check_peer(&socket, trusted).map_err(|source| ClientError::WrongServer { path: path.to_owned(), source })?;
-        let mut transport = Self { socket, path: path.to_owned(), next: 1, timeout };
-        let body = transport.ask(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;
-        let hello: HelloAnswer = transport.read(&body)?;
+        check_peer(&socket, &options.server_uids)
+            .map_err(|source| ClientError::WrongServer { path: path(), source })?;
+        let transport = Self { options, socket, next: Mutex::new(1), gone: AtomicBool::new(false) };
+        let hello: HelloAnswer = transport.ask(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;
         if hello.version.get() != VERSION {
             return Err(transport.bad("a protocol version that the client did not offer"));
         }
-        Ok((transport, hello.queues.get(), hello.client.get()))
+        Ok((transport, hello))
     }
 
     fn bad(&self, what: &'static str) -> ClientError {
-        ClientError::BadAnswer { path: self.path.clone(), what }
+        ClientError::BadAnswer { path: self.options.path.clone(), what }
     }
 
+    fn timeout(&self) -> ClientError {
+        ClientError::Timeout { path: self.options.path.clone(), after: self.options.timeout }
+    }
+
+    /// The connection has ended.
     fn gone(&self) -> ClientError {
-        ClientError::Disconnected(self.path.clone())
+        self.gone.store(true, Ordering::Relaxed);
+        ClientError::Disconnected(self.options.path.clone())
     }
 
-    /// Sends a request and waits for the answer; returns its body.
-    fn ask(&mut self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, ClientError> {
-        let deadline = Instant::now().checked_add(self.timeout);
-        self.ask_until(request, fds, deadline)
+    fn alive(&self) -> Result<(), ClientError> {
+        if self.gone.load(Ordering::Relaxed) { Err(self.gone()) } else { Ok(()) }
     }
 
-    /// As [`Transport::ask`], until `deadline`; `None` waits until the daemon answers or the connection ends.
-    fn ask_until(
-        &mut self,
+    /// Checks whether the daemon has closed the connection.
+    fn check(&self) {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
+        let end = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+        if poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(end) {
+            self.gone();
+        }
+    }
+
+    /// Sends a request and waits for the answer of this type.
+    fn ask<T: FromBytes>(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<T, ClientError> {
+        let body = self.exchange(request, fds, Some(self.options.timeout))?;
+        T::read_from_bytes(&body).map_err(|_| self.bad("an answer of the wrong length"))
+    }
+
+    /// Sends a request and waits for the body of its answer, without `patience` until the connection ends.
+    fn exchange(
+        &self,
         request: &ClientRequest<'_>,
         fds: &[BorrowedFd<'_>],
-        deadline: Option<Instant>,
+        patience: Option<Duration>,
     ) -> Result<Vec<u8>, ClientError> {
-        let seqno = self.next;
-        self.next += 1;
+        self.alive()?;
+        let deadline = patience.and_then(|patience| Instant::now().checked_add(patience));
+        // Until the answer is here.
+        let mut next = lock(&self.next);
+        let seqno = *next;
+        *next += 1;
         match socket::send(&self.socket, &request.encode(seqno), fds, true) {
             Ok(()) => {}
             // The daemon may have sent a reason before it closed the connection.
             Err(Errno::PIPE | Errno::CONNRESET) => {}
-            Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: self.path.clone(), after: self.timeout }),
+            Err(Errno::AGAIN) => return Err(self.timeout()),
             Err(source) => return Err(ClientError::System { what: "cannot send to the daemon", source }),
         }
         let mut buffer = [0; MAX_MESSAGE];
         loop {
             let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
-                return Err(ClientError::Timeout { path: self.path.clone(), after: self.timeout });
+                return Err(self.timeout());
             }
-            wait_for(&[self.socket.as_fd()], left.unwrap_or(Duration::from_secs(1)));
-            let mut fds = Vec::new();
-            let n = match socket::receive(&self.socket, &mut buffer, &mut fds) {
+            readable([Some(self.socket.as_fd())], left);
+            let n = match socket::receive(&self.socket, &mut buffer, &mut Vec::new()) {
                 Ok(Received::Message(n)) => n,
                 Ok(Received::Nothing) => continue,
                 Ok(Received::End) => return Err(self.gone()),
@@ -259,20 +268,6 @@ impl Transport {
         let code = Code::from_number(failed.code.get()).unwrap_or(Code::Failed);
         ClientError::Refused { code, text: String::from_utf8_lossy(text).into_owned() }
     }
-
-    fn read<T: FromBytes>(&self, body: &[u8]) -> Result<T, ClientError> {
-        T::read_from_bytes(body).map_err(|_| self.bad("an answer of the wrong length"))
-    }
-}
-
-/// Waits until one of the descriptors is readable or at its end, for at most `timeout`; true when one is.
-fn wait_for(fds: &[BorrowedFd<'_>], timeout: Duration) -> bool {
-    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-    let timeout = Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(timeout.subsec_nanos()),
-    };
-    poll(&mut fds, Some(&timeout)).is_ok_and(|n| n > 0)
 }
 
 /// A function of a daemon's card. It implements [`Mmio`], so [`dmalane_card::Card`] drives it like a card in this
@@ -285,10 +280,7 @@ fn wait_for(fds: &[BorrowedFd<'_>], timeout: Duration) -> bool {
 pub struct Client(Arc<Inner>);
 
 struct Inner {
-    options: ClientOptions,
-    transport: Mutex<Transport>,
-    /// A second descriptor of the transport's socket, to poll while another thread waits for an answer.
-    socket: OwnedFd,
+    transport: Transport,
     number: u64,
     queues: usize,
     page: Page,
@@ -296,7 +288,6 @@ struct Inner {
     kick: OwnedFd,
     /// Wakes the client.
     call: OwnedFd,
-    gone: OnceLock<ClientError>,
     status_reads: AtomicU32,
     /// The IOVAs that the daemon has assigned.
     iovas: Mutex<RangeCache<Iova>>,
@@ -309,31 +300,23 @@ impl Client {
     /// [`ClientError::Connect`]; [`ClientError::Refused`], with [`Code::Quota`] when the card has too little left; the
     /// other errors of the connection.
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
-        let (mut transport, most, client) = Transport::connect(&options)?;
         let ClientOptions { ddr, hbm, queues, .. } = options;
-        let queues = if queues == 0 { most } else { queues };
-        let failed = |what| move |source| ClientError::System { what, source };
-        let files = FunctionFiles::new()
-            .map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::NOMEM))
-            .map_err(failed("cannot create a register page and wake-ups"))?;
-        transport.ask(&ClientRequest::Open { ddr, hbm, queues }, &files.fds())?;
-        let FunctionFiles { page, kick, call, .. } = files;
-        let page = Page::of(page).expect("made for it");
-        let socket = transport.socket.try_clone().map_err(|e| ClientError::System {
-            what: "cannot duplicate the socket",
-            source: Errno::from_io_error(&e).unwrap_or(Errno::IO),
+        let (transport, hello) = Transport::connect(options)?;
+        let queues = if queues == 0 { hello.queues.get() } else { queues };
+        let files = FunctionFiles::new().map_err(|e| {
+            let source = Errno::from_io_error(&e).unwrap_or(Errno::NOMEM);
+            ClientError::System { what: "cannot create a register page and wake-ups", source }
         })?;
+        transport.ask::<()>(&ClientRequest::Open { ddr, hbm, queues }, &files.fds())?;
+        let FunctionFiles { page, kick, call, .. } = files;
         let space = Span::inclusive(Iova::new(0), Iova::new((1 << 52) - 1)).expect("a constant span");
         Ok(Self(Arc::new(Inner {
-            options,
-            transport: Mutex::new(transport),
-            socket,
-            number: client,
+            transport,
+            number: hello.client.get(),
             queues: queues as usize,
-            page,
+            page: Page::of(page).expect("made for it"),
             kick,
             call,
-            gone: OnceLock::new(),
             status_reads: AtomicU32::new(0),
             iovas: Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K))),
         })))
@@ -345,13 +328,13 @@ impl Client {
     /// # Errors
     /// Those of [`Client::connect`]; [`ClientError::Connect`] while no daemon is running.
     pub fn reconnect(&self) -> Result<Self, ClientError> {
-        Self::connect(self.0.options.clone())
+        Self::connect(self.0.transport.options.clone())
     }
 
     /// For a test: ends the connection as the end of the process would.
     #[cfg(test)]
     pub(crate) fn abandon(&self) {
-        let _ = rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Both);
+        let _ = rustix::net::shutdown(&self.0.transport.socket, rustix::net::Shutdown::Both);
     }
 
     /// The number by which the daemon identifies this client.
@@ -366,8 +349,8 @@ impl Client {
 
     /// The error with which every request fails once the connection has ended; `None` while it is open.
     pub fn gone(&self) -> Option<ClientError> {
-        self.0.check_connection();
-        self.0.gone.get().cloned()
+        self.0.transport.check();
+        self.0.transport.alive().err()
     }
 
     /// A zeroed buffer of at least `len` bytes that the card can reach. The memory belongs to this process, also in the
@@ -381,44 +364,10 @@ impl Client {
 }
 
 impl Inner {
-    fn lost(&self, error: ClientError) -> ClientError {
-        if let ClientError::Disconnected(_) = error {
-            let _ = self.gone.set(error.clone());
-        }
-        error
-    }
-
-    fn alive(&self) -> Result<(), ClientError> {
-        self.gone.get().map_or(Ok(()), |e| Err(e.clone()))
-    }
-
-    fn ask(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, ClientError> {
-        self.alive()?;
-        let asked = lock(&self.transport).ask(request, fds);
-        asked.map_err(|e| self.lost(e))
-    }
-
-    /// The same, for an answer of one word.
-    fn ask_for_word(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<u64, ClientError> {
-        let body = self.ask(request, fds)?;
-        lock(&self.transport).read(&body).map(U64::get)
-    }
-
-    /// Checks whether the daemon has closed the connection.
-    fn check_connection(&self) {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        let end = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
-        if poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(end) {
-            let _ = self.gone.set(ClientError::Disconnected(self.options.path.clone()));
-        }
-    }
-
     /// The queue whose register is at this offset, and the register's offset within the queue's block.
     #[inline]
     fn queue(&self, bar: u8, offset: u64) -> Option<(usize, u64)> {
-        let offset = offset.checked_sub(regs::CHANNEL_BASE).filter(|_| bar == BAR_REGISTERS)?;
-        let queue = usize::try_from(offset / regs::CHANNEL_STRIDE).ok().filter(|q| *q < self.queues)?;
-        Some((queue, offset % regs::CHANNEL_STRIDE))
+        regs::channel_at(offset).filter(|(queue, _)| bar == BAR_REGISTERS && *queue < self.queues)
     }
 }
 
@@ -456,18 +405,22 @@ impl Registrar for Client {
                 });
             }
             if segments.len() > MAX_SEGMENTS || memories.len() > MAX_FDS {
-                let (segments, buffers) = (segments.len(), memories.len());
-                return Err(ClientError::TooManySegments { segments, buffers }.into());
+                // As the daemon would refuse it.
+                let text = format!(
+                    "a mapping of {} segments from {} buffers; at most {MAX_SEGMENTS} from {MAX_FDS} are possible",
+                    segments.len(),
+                    memories.len()
+                );
+                return Err(ClientError::Refused { code: Code::Malformed, text }.into());
             }
             let fds: Vec<BorrowedFd<'_>> = memories.iter().map(|m| m.export()).collect::<Result<_, _>>()?;
             let access = u32::from((access & Access::RW).bits());
-            self.0.ask_for_word(&ClientRequest::Map { access, segments: &segments }, &fds)?
+            self.0.transport.ask::<U64>(&ClientRequest::Map { access, segments: &segments }, &fds)?.get()
         };
         let span = Span::new(Iova::new(first), len);
         let lease = span.and_then(|span| lock(&self.0.iovas).reserve(span).ok());
         let Some(lease) = lease else {
-            let what = "a mapping that overlaps another";
-            return Err(ClientError::BadAnswer { path: self.0.options.path.clone(), what }.into());
+            return Err(self.0.transport.bad("a mapping that overlaps another").into());
         };
         Ok(Mapping::new(list, lease, access))
     }
@@ -493,17 +446,17 @@ impl Mmio for Client {
                     if self.0.status_reads.fetch_add(1, Ordering::Relaxed) % STATUS_READS_PER_CHECK
                         == STATUS_READS_PER_CHECK - 1
                     {
-                        self.0.check_connection();
+                        self.0.transport.check();
                     }
-                    return Ok(if self.0.gone.get().is_some() { 0 } else { self.0.page.status(queue) });
+                    return Ok(if self.0.transport.alive().is_err() { 0 } else { self.0.page.status(queue) });
                 }
                 regs::CH_DOORBELL => return Ok(self.0.page.doorbell(queue)),
                 regs::CH_INTERRUPT => return Ok(self.0.page.wakeup_wanted(queue)),
                 _ => {}
             }
         }
-        let read = self.0.ask_for_word(&ClientRequest::Read { bar, offset }, &[]);
-        read.map(|value| value as u32).map_err(|e| no_register(e, bar, offset, 4))
+        let read = self.0.transport.ask::<U64>(&ClientRequest::Read { bar, offset }, &[]);
+        read.map(|value| value.get() as u32).map_err(|e| no_register(e, bar, offset, 4))
     }
 
     #[inline]
@@ -511,22 +464,22 @@ impl Mmio for Client {
         if let Some((queue, register)) = self.0.queue(bar, offset) {
             match register {
                 regs::CH_DOORBELL => {
-                    self.0.alive()?;
+                    self.0.transport.alive()?;
                     if self.0.page.ring(queue, value) {
                         socket::kick(&self.0.kick);
                     }
                     return Ok(());
                 }
                 regs::CH_INTERRUPT => {
-                    self.0.alive()?;
+                    self.0.transport.alive()?;
                     self.0.page.swap_wakeup_wanted(queue, value & 1);
                     return Ok(());
                 }
                 _ => {}
             }
         }
-        self.0.ask(&ClientRequest::Write { bar, offset, value }, &[]).map_err(|e| no_register(e, bar, offset, 4))?;
-        Ok(())
+        let written = self.0.transport.ask(&ClientRequest::Write { bar, offset, value }, &[]);
+        written.map_err(|e| no_register(e, bar, offset, 4))
     }
 
     /// Sends the bytes in messages: suitable for page tables, not for payload.
@@ -534,19 +487,21 @@ impl Mmio for Client {
         // MAX_BYTES is a multiple of 8, so no word is split.
         for (at, chunk) in (0..).step_by(MAX_BYTES).zip(bytes.chunks(MAX_BYTES)) {
             let offset = offset.saturating_add(at);
-            let written = self.0.ask(&ClientRequest::WriteBytes { bar, offset, bytes: chunk }, &[]);
-            written.map_err(|e| no_register(e, bar, offset, bytes.len() as u64))?;
+            let written = self.0.transport.ask(&ClientRequest::WriteBytes { bar, offset, bytes: chunk }, &[]);
+            let () = written.map_err(|e| no_register(e, bar, offset, bytes.len() as u64))?;
         }
         Ok(())
     }
 
     /// Waits for a call, and for the end of the connection.
     fn wait(&self, timeout: Duration) -> bool {
-        if self.0.gone.get().is_some() || !wait_for(&[self.0.call.as_fd(), self.0.socket.as_fd()], timeout) {
+        let Inner { transport, call, .. } = &*self.0;
+        let fds = [Some(call.as_fd()), Some(transport.socket.as_fd())];
+        if transport.alive().is_err() || readable(fds, Some(timeout)) == [false; 2] {
             return false;
         }
-        socket::drain(&self.0.call);
-        self.0.check_connection();
+        socket::drain(call);
+        transport.check();
         true
     }
 }
@@ -554,14 +509,9 @@ impl Mmio for Client {
 impl Undo for Inner {
     /// Waits without a timeout for the answer or the end of the connection: until then the card may access the memory.
     fn unmap(&self, lease: Lease<Iova>) -> bool {
-        if self.alive().is_ok() {
-            let request = ClientRequest::Unmap { iova: lease.span().first().bits() };
-            let answer = lock(&self.transport).ask_until(&request, &[], None);
-            if let Err(e) = answer
-                && !matches!(self.lost(e), ClientError::Disconnected(_))
-            {
-                return false; // the mapping may still exist, so its addresses stay reserved
-            }
+        let request = ClientRequest::Unmap { iova: lease.span().first().bits() };
+        if !matches!(self.transport.exchange(&request, &[], None), Ok(_) | Err(ClientError::Disconnected(_))) {
+            return false; // the mapping may still exist, so its addresses stay reserved
         }
         lock(&self.iovas).free(lease);
         true
@@ -570,26 +520,13 @@ impl Undo for Inner {
     fn unpin(&self, _pages: &SgTable<PhysAddr>) {} // the daemon pins only what is mapped
 }
 
-impl std::fmt::Debug for Client {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Client")
-            .field("path", &self.0.options.path)
-            .field("number", &self.0.number)
-            .field("queues", &self.queues())
-            .finish_non_exhaustive()
-    }
-}
+mem::debug_as!(Client, |it| "Client({}: {})", it.0.transport.options.path.display(), it.0.number);
 
 fn no_register(error: ClientError, bar: u8, offset: u64, bytes: u64) -> mem::Error {
     match error {
         ClientError::Refused { code: Code::NoSuchThing, .. } => mem::Error::NoRegister { bar, offset, bytes },
         other => other.into(),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The values are consistent after every statement, so a panic of another holder does no harm.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The state of a daemon, with its clients.
@@ -610,18 +547,16 @@ pub struct DaemonStatus {
 /// # Errors
 /// Those of [`Client::connect`].
 pub fn status(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
-    let (mut transport, ..) = Transport::connect(options)?;
+    let (transport, _) = Transport::connect(options.clone())?;
     let mut first = 0;
     let mut clients = Vec::new();
     loop {
-        let body = transport.ask(&ClientRequest::Status { first }, &[])?;
-        let short = "a status answer of the wrong length";
-        let row = size_of::<ClientStatus>();
-        let (answer, rest) = StatusAnswer::read_from_prefix(&body).map_err(|_| transport.bad(short))?;
-        if !rest.len().is_multiple_of(row) {
-            return Err(transport.bad(short));
+        let body = transport.exchange(&ClientRequest::Status { first }, &[], Some(options.timeout))?;
+        let bad = || transport.bad("a status answer of the wrong length");
+        let (answer, rest) = StatusAnswer::read_from_prefix(&body).map_err(|_| bad())?;
+        for row in rest.chunks(size_of::<ClientStatus>()) {
+            clients.push(ClientStatus::read_from_bytes(row).map_err(|_| bad())?);
         }
-        clients.extend(rest.chunks_exact(row).map_while(|row| ClientStatus::read_from_bytes(row).ok()));
         match clients.last() {
             // Numbers increase, so the loop ends.
             Some(last) if answer.more != 0 && last.client >= first => first = last.client.saturating_add(1),

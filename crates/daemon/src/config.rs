@@ -94,36 +94,25 @@ impl Config {
     /// The first invalid setting.
     pub fn check(&self) -> Result<(), BadConfig> {
         let ClientLimits { ddr, hbm, queues, buffers, bytes } = self.limits;
+        let check = |setting, value, is_good, rule| {
+            if is_good { Ok(()) } else { Err(BadConfig { setting, value, rule }) }
+        };
         let memory = |value: u64, all: u64, multiple: u64| {
             value > 0 && value.is_multiple_of(multiple) && value <= all.min(256 << 30)
         };
-        let memory_limit = self.memory.unwrap_or(u64::MAX);
-        let settings = [
-            (
-                ("DDR of a client", "a multiple of 2 MiB, at most 256 GiB and at most the card's DDR"),
-                ddr,
-                memory(ddr, self.ddr, 2 << 20),
-            ),
-            (
-                ("HBM of a client", "a multiple of 4 MiB, at most 256 GiB and at most the card's HBM"),
-                hbm,
-                memory(hbm, self.hbm, 4 << 20),
-            ),
-            (
-                ("queues of a client", "1 to 16"),
-                queues.into(),
-                (1..=dmalane_card::regs::MAX_CHANNELS).contains(&queues),
-            ),
-            (("buffers of a client", "2 to 4096"), buffers.into(), (2..=4096).contains(&buffers)),
-            (("bytes of a client's buffers", "64 KiB to 1 TiB"), bytes, (64 << 10..=1 << 40).contains(&bytes)),
-            (("clients", "1 to 1024"), self.clients as u64, (1..=1024).contains(&self.clients)),
-            (("memory", "at least 16 MiB"), memory_limit, memory_limit >= 16 << 20),
-            (("share of a user", "1 to 100 percent"), self.user_percent.into(), (1..=100).contains(&self.user_percent)),
-        ];
-        match settings.into_iter().find(|(.., good)| !good) {
-            Some(((setting, rule), value, _)) => Err(BadConfig { setting, value, rule }),
-            None => Ok(()),
-        }
+        let of_ddr = "a multiple of 2 MiB, at most 256 GiB and at most the card's DDR";
+        check("DDR of a client", ddr, memory(ddr, self.ddr, 2 << 20), of_ddr)?;
+        let of_hbm = "a multiple of 4 MiB, at most 256 GiB and at most the card's HBM";
+        check("HBM of a client", hbm, memory(hbm, self.hbm, 4 << 20), of_hbm)?;
+        let can_have = (1..=dmalane_card::regs::MAX_CHANNELS).contains(&queues);
+        check("queues of a client", queues.into(), can_have, "1 to 16")?;
+        check("buffers of a client", buffers.into(), (2..=4096).contains(&buffers), "2 to 4096")?;
+        check("bytes of a client's buffers", bytes, (64 << 10..=1 << 40).contains(&bytes), "64 KiB to 1 TiB")?;
+        check("clients", self.clients as u64, (1..=1024).contains(&self.clients), "1 to 1024")?;
+        let limit = self.memory.unwrap_or(u64::MAX);
+        check("memory", limit, limit >= 16 << 20, "at least 16 MiB")?;
+        let percent = self.user_percent;
+        check("share of a user", percent.into(), (1..=100).contains(&percent), "1 to 100 percent")
     }
 
     /// Warnings about resource limits of the process and the kernel. `descriptors`: how many this process may open

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
 use dmalane_addr::Access;
@@ -14,17 +14,16 @@ use dmalane_dma::{Error as DmaError, Mapping, Registrar, SharedBuf};
 use rustix::io::Errno;
 use zerocopy::{FromZeros, IntoBytes};
 
-use crate::account::{Account, Charge};
+use crate::account::Charge;
 use crate::fork::trim;
 use crate::function::Function;
-use crate::guard::{Guard, Watched};
+use crate::guard::Guard;
 use crate::page::{PAGE_BYTES, Page};
-use crate::peer::Peer;
 use crate::socket;
-use crate::state::ServerState;
+use crate::state::{Peer, ServerState};
 use crate::wire::{
-    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MAX_FDS, MalformedRequest, MapSegment, Refused, VERSION,
-    failed, message,
+    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MalformedRequest, MapSegment, Refused, VERSION, failed,
+    message,
 };
 use crate::worker::Alarm;
 
@@ -43,7 +42,6 @@ type Key = (u64, u64);
 
 /// Memory of the client, for as long as a mapping has a part of it.
 struct Buffer {
-    _watched: Option<Watched>,
     buf: SharedBuf,
     /// For its memory, where the kernel may have this process pay for it. After the buffer, which is freed first.
     _charge: Option<Charge>,
@@ -63,22 +61,21 @@ pub(crate) struct Connection {
     pub seat: usize,
     pub id: u64,
     pub peer: Peer,
-    pub socket: OwnedFd,
     /// Set when the client may only request the status: the reason.
-    pub status_only: Option<(Code, &'static str)>,
+    pub status_only: Option<&'static str>,
     pub greeted: bool,
-    // Dropped before the function.
+    // Dropped before the buffers, and these before the function.
     mappings: BTreeMap<u64, Mapped>,
     /// Those of mappings, and their bytes.
     buffers: HashMap<Key, Weak<Buffer>>,
     bytes: u64,
     pub errors: u64,
-    pub function: Option<Arc<Function>>,
-    /// Wakes the worker.
+    /// The function, and what wakes the worker.
     pub alarm: Arc<Alarm>,
-    /// Watches memory of the client, where the kernel allows that; the register page to the end.
+    /// Watches memory of the client, where the kernel allows that.
     guard: Option<Guard>,
-    page: Option<Watched>,
+    /// Dropped last: its end means that the card accesses nothing.
+    pub socket: OwnedFd,
 }
 
 impl Connection {
@@ -98,10 +95,8 @@ impl Connection {
             buffers: HashMap::new(),
             bytes: 0,
             errors: 0,
-            function: None,
             alarm: Arc::new(Alarm::new()?),
             guard: Guard::new().ok(),
-            page: None,
         })
     }
 
@@ -110,8 +105,7 @@ impl Connection {
     pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Vec<u8> {
         let (seqno, request) = match ClientRequest::decode(bytes) {
             Ok(decoded) => decoded,
-            Err(MalformedRequest { seqno, unknown, why }) => {
-                let code = if unknown { Code::Unknown } else { Code::Malformed };
+            Err(MalformedRequest { seqno, code, why }) => {
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
@@ -134,19 +128,15 @@ impl Connection {
         fds: &mut Vec<OwnedFd>,
     ) -> Result<Vec<u8>, Refused> {
         let limits = &state.config.limits;
-        let refused = |code, text: &str| Err(Refused(code, text.to_owned()));
-        if !self.greeted && !matches!(request, ClientRequest::Hello { .. }) {
-            return refused(Code::NotPermitted, "the first message must be a hello message");
-        }
-        if !fds.is_empty() && !matches!(request, ClientRequest::Map { .. } | ClientRequest::Open { .. }) {
-            return refused(Code::BadDescriptor, "only open and map requests may carry descriptors");
-        }
+        let in_order = self.greeted || matches!(request, ClientRequest::Hello { .. });
+        Refused::unless(in_order, Code::NotPermitted, || "the first message must be a hello message".to_owned())?;
+        let may_carry = matches!(request, ClientRequest::Map { .. } | ClientRequest::Open { .. });
+        let why = || "only open and map requests may carry descriptors".to_owned();
+        Refused::unless(may_carry || fds.is_empty(), Code::BadDescriptor, why)?;
         match request {
             ClientRequest::Hello { min, max } => {
-                if !(min..=max).contains(&VERSION) {
-                    let text = format!("the client speaks versions {min} to {max}, the daemon {VERSION}");
-                    return Err(Refused(Code::Version, text));
-                }
+                let why = || format!("the client speaks versions {min} to {max}, the daemon {VERSION}");
+                Refused::unless((min..=max).contains(&VERSION), Code::Version, why)?;
                 self.greeted = true;
                 // From now on it may send descriptors.
                 socket::pass_rights(&self.socket, true);
@@ -156,19 +146,18 @@ impl Connection {
             }
             ClientRequest::Open { ddr, hbm, queues } => self.open(state, (ddr, hbm), queues, std::mem::take(fds)),
             ClientRequest::Read { bar, offset } => {
-                let value = self.function()?.card().read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
+                let value = self.function()?.card.read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
                 Ok(u64::from(value).to_le_bytes().to_vec())
             }
             ClientRequest::Write { bar, offset, value } => {
                 let function = self.function()?;
                 // A queue starts with a doorbell of 0.
-                let within = offset.wrapping_sub(regs::CHANNEL_BASE) % regs::CHANNEL_STRIDE;
-                let queue = offset.wrapping_sub(regs::CHANNEL_BASE) / regs::CHANNEL_STRIDE;
-                let starts = bar == BAR_REGISTERS && within == regs::CH_CONTROL && value & 1 == 1;
-                if starts && queue < function.queues() as u64 && function.is_at_rest(queue as usize) {
-                    function.forget_doorbell(queue as usize);
+                if let Some((queue, regs::CH_CONTROL)) = regs::channel_at(offset)
+                    && (bar == BAR_REGISTERS && value & 1 == 1 && queue < function.queues)
+                {
+                    function.forget_doorbell(queue);
                 }
-                function.card().write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
+                function.card.write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
                 self.alarm.wake();
                 Ok(Vec::new())
             }
@@ -178,17 +167,17 @@ impl Connection {
             }
             ClientRequest::Map { access, segments } => {
                 // What is no memfd stays with the caller: it may take any time to close.
-                if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
-                    return refused(Code::BadDescriptor, &format!("descriptor {i} is not a memfd"));
+                for (i, fd) in fds.iter().enumerate() {
+                    let is_memfd = rustix::fs::fcntl_get_seals(fd).is_ok();
+                    Refused::unless(is_memfd, Code::BadDescriptor, || format!("descriptor {i} is not a memfd"))?;
                 }
                 let answer = self.map(state, access, segments, std::mem::take(fds));
                 self.alarm.wake(); // the worker skips a function while its tables change
                 answer
             }
             ClientRequest::Unmap { iova } => {
-                let Some(mapped) = self.mappings.remove(&iova) else {
-                    return Err(Refused(Code::NoSuchThing, format!("no mapping begins at {iova:#x}")));
-                };
+                let none = || Refused(Code::NoSuchThing, format!("no mapping begins at {iova:#x}"));
+                let mapped = self.mappings.remove(&iova).ok_or_else(none)?;
                 let len = mapped.mapping.span().len();
                 drop(mapped);
                 self.forget_unmapped();
@@ -202,8 +191,11 @@ impl Connection {
         }
     }
 
-    fn function(&self) -> Result<&Arc<Function>, Refused> {
-        self.function.as_ref().ok_or_else(|| Refused(Code::NotPermitted, "the client has not opened a function".into()))
+    fn function(&self) -> Result<&Function, Refused> {
+        self.alarm
+            .function
+            .get()
+            .ok_or_else(|| Refused(Code::NotPermitted, "the client has not opened a function".into()))
     }
 
     fn open(
@@ -214,62 +206,41 @@ impl Connection {
         fds: Vec<OwnedFd>,
     ) -> Result<Vec<u8>, Refused> {
         let limits = &state.config.limits;
-        if let Some((code, why)) = self.status_only {
-            return Err(Refused(code, why.to_owned()));
+        if let Some(why) = self.status_only {
+            return Err(Refused(Code::Quota, why.to_owned()));
         }
-        if self.function.is_some() {
-            return Err(Refused(Code::Busy, "a connection has one function; connect again for another".into()));
-        }
-        let all = |wanted: u64, limit: u64| if wanted == 0 { limit } else { wanted };
-        let (ddr, hbm) = (all(ddr, limits.ddr), all(hbm, limits.hbm));
-        let queues = if queues == 0 { limits.queues } else { queues };
-        let wanted =
-            [("DDR", ddr, limits.ddr), ("HBM", hbm, limits.hbm), ("queues", queues.into(), limits.queues.into())];
-        for (what, wanted, limit) in wanted {
-            if wanted > limit {
-                return Err(Refused(Code::Quota, format!("{what}: {wanted} requested, a client may have {limit}")));
-            }
-        }
-        let bad = |text: String| Refused(Code::BadDescriptor, text);
+        let why = || "a connection has one function; connect again for another".to_owned();
+        Refused::unless(self.alarm.function.get().is_none(), Code::Busy, why)?;
+        let granted = |what: &str, wanted: u64, limit: u64| {
+            let why = || format!("{what}: {wanted} requested, a client may have {limit}");
+            Refused::unless(wanted <= limit, Code::Quota, why).map(|()| if wanted == 0 { limit } else { wanted })
+        };
+        let (ddr, hbm) = (granted("DDR", ddr, limits.ddr)?, granted("HBM", hbm, limits.hbm)?);
+        let queues = granted("queues", queues.into(), limits.queues.into())? as u32;
+        let bad = |what: &str, e: &dyn std::fmt::Display| Refused(Code::BadDescriptor, format!("{what}: {e}"));
+        let bad_page = |e: &dyn std::fmt::Display| bad("the register page", e);
         let [page, kick, call] = fds.try_into().map_err(|fds: Vec<_>| {
-            bad(format!("{} descriptors; a function has a register page, a kick and a call", fds.len()))
+            bad("descriptors", &format!("{}; a function has a register page, a kick and a call", fds.len()))
         })?;
-        let imported = self.import(page, 2 * PAGE_BYTES as u64);
-        let (page, watched) = imported.map_err(|e| bad(format!("the register page: {e}")))?;
-        page.populate(0, page.len()).map_err(|e| bad(format!("the register page: {e}")))?;
-        let page = Page::of(page).ok_or_else(|| bad("the register page is too short".to_owned()))?;
+        let page = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad_page(&e))?;
+        page.populate(0, page.len()).map_err(|e| bad_page(&e))?;
+        let page = Page::of(page).ok_or_else(|| bad_page(&"too short"))?;
         let function = Function::new(limits, (ddr, hbm, queues), (page, kick, call), self.seat, &state.accounts)?;
-        self.alarm.listen(&function).map_err(|e| bad(format!("the kick descriptor: {e}")))?;
-        (self.function, self.page) = (Some(Arc::new(function)), watched);
+        self.alarm.serve(function).map_err(|e| bad("the kick descriptor", &e))?;
         Ok(Vec::new())
     }
 
     /// Maps a memfd of the client, whose missing pages are not made where the kernel can be told so.
-    fn import(&self, fd: OwnedFd, most: u64) -> Result<(SharedBuf, Option<Watched>), DmaError> {
+    fn import(&self, fd: OwnedFd, most: u64) -> Result<SharedBuf, DmaError> {
         let buf = SharedBuf::import_up_to(fd, most)?;
-        let watched = self.guard.as_ref().map(|guard| guard.watch(&buf)).transpose();
-        Ok((buf, watched.map_err(|e| DmaError::Import(e.into()))?))
+        let watched = self.guard.as_ref().map_or(Ok(()), |guard| guard.watch(&buf));
+        watched.map(|()| buf).map_err(|e| DmaError::Import(e.into()))
     }
 
     /// Forgets buffers that are in no mapping any more.
     fn forget_unmapped(&mut self) {
         self.buffers.retain(|_, buffer| buffer.strong_count() > 0);
         self.bytes = self.buffers.values().filter_map(Weak::upgrade).map(|buffer| buffer.buf.len() as u64).sum();
-    }
-
-    /// Bytes that one more buffer may have.
-    fn room_for_buffer(&self, state: &ServerState) -> Result<u64, Refused> {
-        let limits = &state.config.limits;
-        if self.buffers.len() >= limits.buffers as usize {
-            let text = format!("a client may have {} buffers: unmap one", limits.buffers);
-            return Err(Refused(Code::Quota, text));
-        }
-        Ok(limits.bytes - self.bytes)
-    }
-
-    /// Charges memory to the user.
-    fn charge(&self, account: &Arc<Account>, amount: u64) -> Result<Charge, Refused> {
-        Charge::new(account, self.seat, amount).map_err(|text| Refused(Code::Quota, text))
     }
 
     fn map(
@@ -279,28 +250,23 @@ impl Connection {
         segments: &[MapSegment],
         fds: Vec<OwnedFd>,
     ) -> Result<Vec<u8>, Refused> {
-        let host = self.function()?.host().clone();
+        let host = self.function()?.host.clone();
+        let limits = &state.config.limits;
         let access = u8::try_from(access).ok().and_then(Access::from_bits).filter(|a| Access::RW.contains(*a));
         let access = access.filter(|a| !a.is_empty()).ok_or_else(|| {
             Refused(Code::Malformed, "the access of a mapping is 1 (read), 2 (write) or 3 (both)".into())
         })?;
-        if fds.len() > MAX_FDS {
-            return Err(Refused(Code::BadDescriptor, format!("a map request has at most {MAX_FDS} descriptors")));
-        }
-        if self.mappings.len() >= 16 * state.config.limits.buffers as usize {
-            let text = format!("a client may have {} mappings", 16 * state.config.limits.buffers);
-            return Err(Refused(Code::Quota, text));
-        }
+        let most = 16 * limits.buffers as usize;
+        let why = || format!("a client may have {most} mappings");
+        Refused::unless(self.mappings.len() < most, Code::Quota, why)?;
         // Page tables take memory and time, so a mapping must not repeat a buffer without bound.
         let all = segments.iter().fold(0u64, |all, segment| all.saturating_add(segment.len.get()));
-        let possible = segments.iter().all(|segment| segment.len.get() <= state.config.limits.bytes);
-        if possible && all > state.config.limits.bytes {
-            let text = format!("a mapping of {all} bytes; the limit is {}", state.config.limits.bytes);
-            return Err(Refused(Code::Quota, text));
-        }
+        let too_long = all > limits.bytes && segments.iter().all(|segment| segment.len.get() <= limits.bytes);
+        let why = || format!("a mapping of {all} bytes; the limit is {}", limits.bytes);
+        Refused::unless(!too_long, Code::Quota, why)?;
         // Before page tables are made.
         let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
-        let charge = self.charge(&state.accounts.memory, all / MAPPED_PER_BYTE + notes);
+        let charge = state.accounts.memory.charge(self.seat, all / MAPPED_PER_BYTE + notes);
         let mapped = self.take_buffers(state, fds).and_then(|taken| {
             let failed = |e: dmalane_dma::Error| Refused(Code::Failed, e.to_string());
             let charge = charge?;
@@ -314,13 +280,11 @@ impl Connection {
                 let (offset, len) = (segment.offset.get(), segment.len.get());
                 let range = usize::try_from(offset).ok().zip(usize::try_from(offset.saturating_add(len)).ok());
                 let range = range.filter(|r| r.0 < r.1 && r.1 <= buf.len() && (r.0 | r.1).is_multiple_of(4096));
-                let Some((first, end)) = range else {
-                    let text = format!(
-                        "segment {i}: {len} bytes at offset {offset} are not whole pages of a buffer of {} bytes",
-                        buf.len()
-                    );
-                    return Err(Refused(Code::Malformed, text));
-                };
+                let (first, end) = range.ok_or_else(|| {
+                    let all = buf.len();
+                    let why = format!("{len} bytes at offset {offset} are not whole pages of a buffer of {all} bytes");
+                    Refused(Code::Malformed, format!("segment {i}: {why}"))
+                })?;
                 // Now, where a missing page is an error; during a transfer it would be a SIGBUS.
                 buf.populate(first, end - first).map_err(|e| {
                     let hole = "a page was never touched, or was given back to the kernel: touch it first";
@@ -348,26 +312,31 @@ impl Connection {
 
     /// Finds or imports the buffers behind the descriptors.
     fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>) -> Result<Vec<Arc<Buffer>>, Refused> {
+        let limits = &state.config.limits;
         let mut taken = Vec::new();
         for (i, fd) in fds.into_iter().enumerate() {
-            let key = key_of(&fd)?;
+            let bad = |e: &dyn std::fmt::Display| Refused(Code::BadDescriptor, format!("descriptor {i}: {e}"));
+            // Of a sealed memfd: for another file, `fstat` may block.
+            let stat = rustix::fs::fstat(&fd).map_err(|e| bad(&e))?;
+            let key = (stat.st_dev, stat.st_ino);
             let known = self.buffers.get(&key).and_then(Weak::upgrade);
             let buffer = if let Some(buffer) = known {
                 buffer
             } else {
-                let left = self.room_for_buffer(state)?;
+                let why = || format!("a client may have {} buffers: unmap one", limits.buffers);
+                Refused::unless(self.buffers.len() < limits.buffers as usize, Code::Quota, why)?;
                 // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
-                let (buf, _watched) = self.import(fd, left).map_err(|e| match e {
+                let buf = self.import(fd, limits.bytes - self.bytes).map_err(|e| match e {
                     DmaError::Import(e) if e.kind() == ErrorKind::OutOfMemory && e.raw_os_error().is_none() => {
-                        let (used, all) = (self.bytes, state.config.limits.bytes);
+                        let (used, all) = (self.bytes, limits.bytes);
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
                         Refused(Code::Quota, text)
                     }
-                    e => Refused(Code::BadDescriptor, format!("descriptor {i}: {e}")),
+                    e => bad(&e),
                 })?;
-                let len = buf.len() as u64;
-                let _charge = _watched.is_none().then(|| self.charge(&state.accounts.memory, len)).transpose()?;
-                let buffer = Arc::new(Buffer { _watched, buf, _charge });
+                let (len, memory) = (buf.len() as u64, &state.accounts.memory);
+                let _charge = self.guard.is_none().then(|| memory.charge(self.seat, len)).transpose()?;
+                let buffer = Arc::new(Buffer { buf, _charge });
                 self.bytes += len;
                 self.buffers.insert(key, Arc::downgrade(&buffer));
                 buffer
@@ -379,12 +348,12 @@ impl Connection {
 
     /// The client's row of a status answer, but for what its function counts.
     pub(crate) fn row(&self) -> ClientStatus {
-        let function = self.function.as_deref();
+        let function = self.alarm.function.get();
         ClientStatus {
             client: self.id,
             pid: self.peer.pid,
             uid: self.peer.uid,
-            queues: function.map_or(0, Function::queues) as u32,
+            queues: function.map_or(0, |f| f.queues) as u32,
             buffers: self.buffers.len() as u32,
             mappings: self.mappings.len() as u32,
             bytes: self.bytes,
@@ -395,18 +364,10 @@ impl Connection {
         }
     }
 
-    /// Removes all mappings, and then the buffers.
-    pub(crate) fn release(&mut self) {
-        self.mappings.clear();
-        self.buffers.clear();
+    /// Removes all mappings, then the buffers, then the function; the socket is left.
+    pub(crate) fn release(self) -> OwnedFd {
+        self.socket
     }
-}
-
-/// The key of a sealed memfd. (For another file, `fstat` may block.)
-fn key_of(fd: &OwnedFd) -> Result<Key, Refused> {
-    let stat = rustix::fs::fstat(fd.as_fd())
-        .map_err(|e| Refused(Code::BadDescriptor, format!("fstat failed on a descriptor: {e}")))?;
-    Ok((stat.st_dev, stat.st_ino))
 }
 
 fn no_register(bar: u8, offset: u64) -> Refused {

@@ -19,7 +19,6 @@ use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{DumpableBehavior, Pid, getpid, getppid, set_dumpable_behavior, set_parent_process_death_signal};
 
-use crate::guard;
 use crate::log::Ending;
 
 /// Where the socket to the daemon is in the process that forks; what is above is closed.
@@ -49,7 +48,7 @@ pub(crate) fn fork_first(socket: OwnedFd, run: impl FnOnce(OwnedFd)) -> Result<P
                 OwnedFd::from_raw_fd(SOCKET)
             };
             for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT] {
-                handle(signal, SigHandler::SigIgn, SaFlags::empty());
+                handle(signal, SigHandler::SigIgn);
             }
             let _ = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0);
             let _ = catch_unwind(AssertUnwindSafe(|| run(socket)));
@@ -121,21 +120,18 @@ pub(crate) fn exit(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
-fn handle(signal: Signal, handler: SigHandler, flags: SaFlags) {
+fn handle(signal: Signal, handler: SigHandler) {
     // SAFETY: the handlers here are `SigIgn` and `bad_access`, which calls only functions that are safe in handlers.
-    let _ = unsafe { sigaction(signal, &SigAction::new(handler, flags, SigSet::empty())) };
+    let _ = unsafe { sigaction(signal, &SigAction::new(handler, SaFlags::empty(), SigSet::empty())) };
 }
 
-extern "C" fn bad_access(_: libc::c_int, about: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel's, for this call; a SIGBUS has an address.
-    let address = unsafe { (*about).si_addr() }.addr();
-    exit(if guard::is_watched(address) { Ending::MissingPage } else { Ending::Bug } as i32)
+extern "C" fn bad_access(_: libc::c_int) {
+    exit(Ending::MissingPage as i32)
 }
 
-/// Has this process end when it accesses a page that is missing, and say whether it was one of a client
-/// ([`crate::guard`]).
+/// Has this process end, and say why, when it accesses a page of its client that is missing.
 pub(crate) fn end_at_missing_pages() {
-    handle(Signal::SIGBUS, SigHandler::SigAction(bad_access), SaFlags::SA_SIGINFO);
+    handle(Signal::SIGBUS, SigHandler::Handler(bad_access));
 }
 
 /// Gives memory that is free in this process back to the kernel: tables of large mappings, which are on nobody's
@@ -148,26 +144,15 @@ pub(crate) fn trim() {
     }
 }
 
-/// struct sched_attr of linux/sched/types.h, as it was at first.
-#[repr(C)]
-#[derive(Default)]
-struct Attributes {
-    size: u32,
-    policy: u32,
-    flags: u64,
-    nice: i32,
-    priority: u32,
-    runtime: u64,
-    deadline: u64,
-    period: u64,
-}
-
 /// Asks for a processor soon and for a short time (Linux 6.12): a thread that waits for its turn is not to wait for
 /// the end of what another may run at a time.
 pub(crate) fn ask_for_short_slices() {
-    let attributes = Attributes { size: size_of::<Attributes>() as u32, runtime: SLICE, ..Attributes::default() };
-    // SAFETY: a structure of the size that it states, which the kernel reads.
-    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+    // SAFETY: zeros are such a structure, of numbers; the kernel reads it, and as many bytes as it states.
+    unsafe {
+        let mut attributes: libc::sched_attr = std::mem::zeroed();
+        (attributes.size, attributes.sched_runtime) = (size_of::<libc::sched_attr>() as u32, SLICE);
+        libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0);
+    }
 }
 
 #[cfg(test)]
@@ -180,29 +165,23 @@ mod tests {
     use crate::guard::Guard;
 
     #[test]
-    fn an_access_to_a_missing_page_says_whose_it_was() {
+    fn an_access_to_a_missing_page_is_said() {
         if !crate::can_watch_memory() {
             println!("SKIPPED: userfaultfd is not allowed here");
             return;
         }
-        for (of_a_client, says) in [(true, Ending::MissingPage), (false, Ending::Bug)] {
-            let fd = memfd_create("hole", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-            ftruncate(&fd, 64 << 10).unwrap();
-            fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
-            // The child uses nothing that another test may have locked.
-            let child = fork_apart(vec![fd], |mut fds| {
-                end_at_missing_pages();
-                let (buf, guard) = (SharedBuf::import(fds.remove(0)).unwrap(), Guard::new().unwrap());
-                let _watched = guard.watch(&buf).unwrap();
-                if of_a_client {
-                    buf.as_volatile_slice().load_u32(4096);
-                } else {
-                    let _ = nix::sys::signal::raise(Signal::SIGBUS);
-                }
-                Ending::Disconnected
-            });
-            let (_, status) = waitpid(Some(child.unwrap()), WaitOptions::empty()).unwrap().unwrap();
-            assert_eq!(status.exit_status(), Some(says as i32));
-        }
+        let fd = memfd_create("hole", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&fd, 64 << 10).unwrap();
+        fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+        // The child uses nothing that another test may have locked.
+        let child = fork_apart(vec![fd], |mut fds| {
+            end_at_missing_pages();
+            let (buf, guard) = (SharedBuf::import(fds.remove(0)).unwrap(), Guard::new().unwrap());
+            guard.watch(&buf).unwrap();
+            buf.as_volatile_slice().load_u32(4096);
+            Ending::Disconnected
+        });
+        let (_, status) = waitpid(Some(child.unwrap()), WaitOptions::empty()).unwrap().unwrap();
+        assert_eq!(status.exit_status(), Some(Ending::MissingPage as i32));
     }
 }

@@ -27,16 +27,16 @@ const QUEUE_BYTES: u64 = 192 << 10;
 ///
 /// The memory belongs to this function alone: no address in it reaches another client's data, and it starts as zeros.
 pub(crate) struct Function {
-    card: SoftCard<DevicePort>,
-    host: SoftHost,
-    page: Page,
+    pub card: SoftCard<DevicePort>,
+    pub host: SoftHost,
+    pub page: Page,
     /// The client's: written to wake the daemon, and never read, since a read could block.
-    kick: OwnedFd,
+    pub kick: OwnedFd,
     /// The client's: the daemon's end of the socket pair that wakes the client. It receives nothing.
     call: OwnedFd,
-    queues: usize,
-    pub(crate) ddr: u64,
-    pub(crate) hbm: u64,
+    pub queues: usize,
+    pub ddr: u64,
+    pub hbm: u64,
     /// For the card's DDR and HBM.
     _card_memory: [Charge; 2],
 }
@@ -54,9 +54,8 @@ impl Function {
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
-        let take = |account, amount| Charge::new(account, seat, amount).map_err(|text| Refused(Code::Quota, text));
-        let _card_memory = [take(&accounts.ddr, ddr)?, take(&accounts.hbm, hbm)?];
-        let charge = take(&accounts.memory, base)?;
+        let _card_memory = [accounts.ddr.charge(seat, ddr)?, accounts.hbm.charge(seat, hbm)?];
+        let charge = accounts.memory.charge(seat, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let refused = |e| match e {
             dmalane_sim::Error::BadConfig { .. } => Refused(Code::Quota, e.to_string()),
@@ -67,43 +66,16 @@ impl Function {
         Ok(Self { card, host, page, kick, call, queues: queues as usize, ddr, hbm, _card_memory })
     }
 
-    pub(crate) fn host(&self) -> &SoftHost {
-        &self.host
-    }
-
-    pub(crate) fn card(&self) -> &SoftCard<DevicePort> {
-        &self.card
-    }
-
-    pub(crate) fn page(&self) -> &Page {
-        &self.page
-    }
-
-    /// Becomes readable each time the client kicks.
-    pub(crate) fn kick(&self) -> &OwnedFd {
-        &self.kick
-    }
-
-    pub(crate) fn queues(&self) -> usize {
-        self.queues
-    }
-
     fn register(&self, queue: usize, register: u64) -> u32 {
         self.card.read32(BAR_REGISTERS, regs::channel(queue as u32, register)).unwrap_or(0)
     }
 
-    /// Bytes copied over the link so far, from the host to the card and back.
-    fn link_bytes(&self) -> (u64, u64) {
-        let wide = |queue, r| u64::from(self.register(queue, r)) | u64::from(self.register(queue, r + 4)) << 32;
-        let all = |r| (0..self.queues()).map(|queue| wide(queue, r)).fold(0, u64::wrapping_add);
-        (all(regs::CH_BYTES_H2C), all(regs::CH_BYTES_C2H))
-    }
-
     /// Adds to a row of the status what the function counts.
     pub(crate) fn count_into(&self, row: &mut ClientStatus) {
-        let (h2c, c2h) = self.link_bytes();
-        (row.h2c, row.c2h, row.in_flight) = (h2c, c2h, self.in_flight());
-        row.faults = self.host.faults();
+        let wide = |queue, r| u64::from(self.register(queue, r)) | u64::from(self.register(queue, r + 4)) << 32;
+        let all = |r| (0..self.queues).map(|queue| wide(queue, r)).fold(0, u64::wrapping_add);
+        (row.h2c, row.c2h) = (all(regs::CH_BYTES_H2C), all(regs::CH_BYTES_C2H));
+        (row.in_flight, row.faults) = (self.in_flight(), self.host.faults());
     }
 
     /// Descriptors that running queues were given and have not completed.
@@ -115,17 +87,15 @@ impl Function {
             u64::from(self.page.doorbell(queue).wrapping_sub(head).min(most))
         };
         let running = |queue: &usize| self.register(*queue, regs::CH_STATUS) == regs::STATUS_RUNNING;
-        (0..self.queues()).filter(running).map(of).sum()
+        (0..self.queues).filter(running).map(of).sum()
     }
 
-    /// Resets the doorbell word before a queue is started, so that the value of its previous run is not taken as new.
+    /// Resets the doorbell word of a queue that is neither running nor requested to run, before it is started, so that
+    /// the value of its previous run is not taken as new.
     pub(crate) fn forget_doorbell(&self, queue: usize) {
-        self.page.ring(queue, 0);
-    }
-
-    /// True while a queue is neither running nor requested to run.
-    pub(crate) fn is_at_rest(&self, queue: usize) -> bool {
-        self.register(queue, regs::CH_STATUS) == 0 && self.register(queue, regs::CH_CONTROL) == 0
+        if self.register(queue, regs::CH_STATUS) == 0 && self.register(queue, regs::CH_CONTROL) == 0 {
+            self.page.ring(queue, 0);
+        }
     }
 
     /// Writes card memory through its BAR.
@@ -142,19 +112,19 @@ impl Function {
     /// Requests that all queues stop.
     pub(crate) fn stop(&self) {
         // One by one: a reset of the card would wait for the step under way.
-        for queue in 0..self.queues() as u32 {
+        for queue in 0..self.queues as u32 {
             let _ = self.card.write32(BAR_REGISTERS, regs::channel(queue, regs::CH_CONTROL), 0);
         }
     }
 
     /// True when no queue accesses host memory any more, according to the card's registers, not to the page.
     pub(crate) fn has_stopped(&self) -> bool {
-        (0..self.queues()).all(|queue| self.register(queue, regs::CH_STATUS) == 0)
+        (0..self.queues).all(|queue| self.register(queue, regs::CH_STATUS) == 0)
     }
 
     /// Some queue may have work.
     pub(crate) fn has_work(&self) -> bool {
-        (0..self.queues()).any(|queue| {
+        (0..self.queues).any(|queue| {
             self.look_at_doorbell(queue);
             self.card.wants_step(queue)
         })

@@ -12,8 +12,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{ClientLimits, Config};
 use crate::connection::Connection;
-use crate::peer::Peer;
-use crate::state::ServerState;
+use crate::state::{Peer, ServerState};
 use crate::wire::{
     ClientRequest, ClientStatus, FAILED, FunctionFiles, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader, VERSION,
 };
@@ -157,16 +156,16 @@ fn run(fixed: &Fixed, mut input: FuzzInput<'_>) {
             now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.ddr + now.hbm <= 6 << 20,
             "{now:?}"
         );
-        let frames = connection.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
+        let frames = connection.alarm.function.get().map_or(0, |f| f.host.stats().pinned_frames);
         assert!(now.mappings > 0 || frames == 0, "frames without a mapping");
     }
-    let function = connection.function.take();
+    let alarm = connection.alarm.clone();
     drop(connection);
-    if let Some(function) = function {
-        assert_eq!(function.host().stats().pinned_frames, 0, "frames stay pinned");
-        assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
-        drop(function);
+    if let Some(function) = alarm.function.get() {
+        assert_eq!(function.host.stats().pinned_frames, 0, "frames stay pinned");
     }
+    assert_eq!(Arc::strong_count(&alarm), 1, "the function is still referenced");
+    drop(alarm);
     let accounts = &state.accounts;
     let used = [&accounts.memory, &accounts.ddr, &accounts.hbm].map(|a| a.in_use(None));
     assert_eq!(used, [0; 3], "memory or card memory leaked");

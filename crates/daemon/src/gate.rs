@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use dmalane_dma::receive_with_fds;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, Shutdown, SocketFlags};
 use rustix::process::{Pid, WaitOptions, wait};
@@ -18,13 +17,12 @@ use zerocopy::FromZeros;
 
 use crate::config::Config;
 use crate::fork::{end_at_missing_pages, fork_apart};
-use crate::log::{Ending, REFUSALS, tell};
-use crate::peer::Peer;
+use crate::log::{Ending, tell};
 use crate::serving::Serving;
-use crate::socket;
-use crate::state::ServerState;
-use crate::table::{Seat, timespec_of};
-use crate::wire::{ClientStatus, failed};
+use crate::socket::{self, readable};
+use crate::state::{Peer, ServerState};
+use crate::table::Seat;
+use crate::wire::{ClientStatus, Code, failed};
 
 /// Connections beyond the limit, reserved for status requests of administrators.
 pub(crate) const OPERATOR_CONNECTIONS: usize = 4;
@@ -57,8 +55,8 @@ pub(crate) struct Gate<'s> {
     listener: Option<OwnedFd>,
     /// The number of the last client.
     last: u64,
-    /// Children: the seat and the user of clients', `None` for those that close.
-    children: HashMap<Pid, Option<(usize, u32)>>,
+    /// Children: the seat of clients', `None` for those that close.
+    children: HashMap<Pid, Option<usize>>,
     /// Refused connections, to be closed.
     refused: Vec<OwnedFd>,
 }
@@ -112,19 +110,12 @@ impl<'s> Gate<'s> {
     /// Waits for the daemon's end, a connection where it `can_accept` one, the end of a child, or some time. Returns
     /// whether the first two are there.
     fn wait(&mut self, ended: &SignalFd, can_accept: bool, time: Option<Duration>) -> [bool; 2] {
-        let listener = self.listener.as_ref().filter(|_| can_accept);
-        let mut fds: Vec<_> = [Some(self.daemon.as_fd()), Some(ended.as_fd()), listener.map(AsFd::as_fd)]
-            .into_iter()
-            .flatten()
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-            .collect();
-        let _ = poll(&mut fds, time.map(timespec_of).as_ref());
-        let is_ready = |i: usize| fds.get(i).is_some_and(|fd: &PollFd<'_>| !fd.revents().is_empty());
-        let ready = [is_ready(0), is_ready(2)];
+        let listener = self.listener.as_ref().filter(|_| can_accept).map(AsFd::as_fd);
+        let [ends, connected, _] = readable([Some(self.daemon.as_fd()), listener, Some(ended.as_fd())], time);
         while let Ok(Some(_)) = ended.read_signal() {}
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
-            if let Some(Some((seat, user))) = self.children.remove(&pid) {
-                let row = self.state.table.seat(seat).row();
+            if let Some(Some(seat)) = self.children.remove(&pid) {
+                let (row, user) = (self.state.table.seat(seat).row(), self.state.table.seat(seat).user());
                 let why = status.exit_status().unwrap_or(Ending::Killed as i32);
                 if row.queues > 0 || why == Ending::Killed as i32 {
                     let (client, why, had) = (row.client, Ending::text(why), row.resources());
@@ -133,7 +124,7 @@ impl<'s> Gate<'s> {
                 self.state.table.stand(seat);
             }
         }
-        ready
+        [ends, connected]
     }
 
     /// Waits until all clients have ended, if the daemon ends in good order.
@@ -175,16 +166,18 @@ impl<'s> Gate<'s> {
             table.seats().map(|(_, seat)| seat).filter(counts).count()
         };
         let (connected, of_the_user) = (of(false, false), of(false, true) + of(true, true).saturating_sub(MAX_ENDING));
-        let too_many = [connected >= *clients, of_the_user >= state.config.clients_per_user()];
-        let refusal = too_many.into_iter().position(|refused| refused);
+        let refusal = match () {
+            () if connected >= *clients => Some("the daemon has reached its limit of clients (--clients)"),
+            () if of_the_user < state.config.clients_per_user() => None,
+            () => Some("this user has reached the limit of clients (--user-share)"),
+        };
         let row = ClientStatus { client: self.last + 1, pid, uid, ..ClientStatus::new_zeroed() };
-        if let Some(refusal) = refusal
+        if let Some(why) = refusal
             // An administrator may always request the status.
             && !(admin && connected < clients + OPERATOR_CONNECTIONS)
         {
-            let (code, why) = REFUSALS[refusal];
             tell(&self.daemon, Some(user), &format!("refused process {pid} of user {uid}: {why}"));
-            let _ = socket::send(&socket, &failed(0, code, why), &[], false);
+            let _ = socket::send(&socket, &failed(0, Code::Quota, why), &[], false);
             self.refuse(socket);
             return Ok(false);
         }
@@ -200,14 +193,13 @@ impl<'s> Gate<'s> {
             gate.listener = None;
             let _ = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ);
             end_at_missing_pages();
-            let why = refusal.map(|refusal| REFUSALS[refusal]);
             let socket = sockets.into_iter().next().expect("one");
-            match Serving::new(gate.state, (seat, row.client, peer, why), socket, gate.daemon.as_fd()) {
+            match Serving::new(gate.state, (seat, row.client, peer, refusal), socket, gate.daemon.as_fd()) {
                 Ok(serving) => serving.run(),
                 Err(_) => Ending::Failed,
             }
         };
-        self.fork(vec![socket], Some((seat, user)), serve).map(|()| true)
+        self.fork(vec![socket], Some(seat), serve).map(|()| true)
     }
 
     /// Ends a connection, with messages left unread, which may carry descriptors (before Linux 6.16, and where the
@@ -225,11 +217,11 @@ impl<'s> Gate<'s> {
         }
     }
 
-    /// Forks a process with these sockets, for a client with its user, or to close them.
+    /// Forks a process with these sockets, for the client of a seat, or to close them.
     fn fork(
         &mut self,
         sockets: Vec<OwnedFd>,
-        client: Option<(usize, u32)>,
+        client: Option<usize>,
         run: impl FnOnce(&mut Self, Vec<OwnedFd>) -> Ending,
     ) -> Result<(), Errno> {
         match fork_apart(sockets, |sockets| run(self, sockets)) {
@@ -239,7 +231,7 @@ impl<'s> Gate<'s> {
             }
             Err((e, sockets)) => {
                 self.refused.extend(sockets);
-                if let Some((seat, _)) = client {
+                if let Some(seat) = client {
                     self.state.table.stand(seat);
                 }
                 Err(e)

@@ -5,9 +5,7 @@
 //! fails with EFAULT. `unsafe` is for its two ioctls (linux/userfaultfd.h).
 #![allow(unsafe_code)]
 
-use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, PoisonError};
 
 use dmalane_dma::SharedBuf;
 use rustix::io::Errno;
@@ -23,45 +21,10 @@ const MODE_MISSING: u64 = 1;
 /// Only for accesses of this process, not of the kernel for it: that needs no privilege (since Linux 5.11).
 const USER_MODE_ONLY: u32 = 1;
 
-/// struct uffdio_api.
-#[repr(C)]
-struct Handshake {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-/// struct uffdio_register.
-#[repr(C)]
-struct Register {
-    start: u64,
-    len: u64,
-    mode: u64,
-    ioctls: u64,
-}
-
 /// Whether the kernel lets this process watch memory with userfaultfd(2), so that a daemon here makes no pages for its
 /// clients.
 pub fn can_watch_memory() -> bool {
     Guard::new().is_ok()
-}
-
-/// Memory of this process that is watched, by its first address.
-static WATCHED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
-
-/// Whether an address is in memory that is watched. For a signal handler: it waits for nobody, and takes memory that is
-/// just being mapped or unmapped for watched.
-pub(crate) fn is_watched(address: usize) -> bool {
-    WATCHED.try_lock().map_or(true, |all| all.range(..=address).next_back().is_some_and(|(_, end)| address < *end))
-}
-
-/// A buffer that is watched, until this is dropped.
-pub(crate) struct Watched(usize);
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        WATCHED.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
-    }
 }
 
 /// Watches memory of this process.
@@ -76,9 +39,10 @@ impl Guard {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY);
         // SAFETY: used for `watch` alone, which changes no memory.
         let fd = unsafe { userfaultfd(flags) }?;
-        let mut handshake = Handshake { api: API, features: FEATURES, ioctls: 0 };
-        // SAFETY: UFFDIO_API reads and writes one `Handshake`.
-        unsafe { ioctl(&fd, Updater::<{ opcode::read_write::<Handshake>(0xaa, 0x3f) }, _>::new(&mut handshake)) }?;
+        // struct uffdio_api is three words.
+        let mut words = [API, FEATURES, 0];
+        // SAFETY: UFFDIO_API reads and writes these words.
+        unsafe { ioctl(&fd, Updater::<{ opcode::read_write::<[u64; 3]>(0xaa, 0x3f) }, _>::new(&mut words)) }?;
         Ok(Self(fd))
     }
 
@@ -86,14 +50,13 @@ impl Guard {
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn watch(&self, buf: &SharedBuf) -> Result<Watched, Errno> {
+    pub(crate) fn watch(&self, buf: &SharedBuf) -> Result<(), Errno> {
         let bytes = buf.as_volatile_slice();
-        let start = bytes.as_ptr().addr();
-        let mut register = Register { start: start as u64, len: bytes.len() as u64, mode: MODE_MISSING, ioctls: 0 };
-        // SAFETY: UFFDIO_REGISTER reads and writes one `Register`; the memory is the buffer's, and keeps its contents.
-        unsafe { ioctl(&self.0, Updater::<{ opcode::read_write::<Register>(0xaa, 0) }, _>::new(&mut register)) }?;
-        WATCHED.lock().unwrap_or_else(PoisonError::into_inner).insert(start, start + bytes.len());
-        Ok(Watched(start))
+        // struct uffdio_register is four words.
+        let mut words = [bytes.as_ptr().addr() as u64, bytes.len() as u64, MODE_MISSING, 0];
+        // SAFETY: UFFDIO_REGISTER reads and writes these words; the memory is the buffer's, and keeps its contents.
+        unsafe { ioctl(&self.0, Updater::<{ opcode::read_write::<[u64; 4]>(0xaa, 0) }, _>::new(&mut words)) }?;
+        Ok(())
     }
 }
 
@@ -120,10 +83,7 @@ mod tests {
         let client = SharedBuf::import(fd.as_fd().try_clone_to_owned().unwrap()).unwrap();
         client.as_volatile_slice().sub(0, 16 << 10).unwrap().fill(7);
         let daemon = SharedBuf::import(fd.as_fd().try_clone_to_owned().unwrap()).unwrap();
-        let watched = guard.watch(&daemon).unwrap();
-        let start = daemon.as_volatile_slice().as_ptr().addr();
-        let inside = [start - 1, start, start + (64 << 10) - 1, start + (64 << 10)].map(is_watched);
-        assert_eq!(inside, [false, true, true, false]);
+        guard.watch(&daemon).unwrap();
         let pages = || fstat(&fd).unwrap().st_blocks / 8;
         daemon.populate(0, 16 << 10).unwrap();
         assert_eq!(daemon.as_volatile_slice().load_u32(4096), Some(0x0707_0707));
@@ -135,7 +95,5 @@ mod tests {
         client.as_volatile_slice().store_u32(4096, 9).unwrap();
         daemon.populate(0, 16 << 10).unwrap();
         assert_eq!((daemon.as_volatile_slice().load_u32(4096), pages()), (Some(9), 4));
-        drop(watched);
-        assert!(!is_watched(start));
     }
 }

@@ -1,11 +1,12 @@
 //! The socket that a daemon listens on.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 
-use rustix::fs::{FileType, Mode};
+use dmalane_dma::SocketFile;
+use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, SocketType};
 
 use crate::ServerError;
 use crate::socket;
@@ -16,10 +17,8 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 /// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
-    /// `None` once it is handed to the process that accepts.
-    pub(crate) socket: Option<OwnedFd>,
-    /// File to remove on drop.
-    path: Option<PathBuf>,
+    pub(crate) socket: OwnedFd,
+    pub(crate) file: Option<SocketFile>,
 }
 
 impl Listener {
@@ -29,44 +28,21 @@ impl Listener {
     /// # Errors
     /// [`ServerError::Listen`], [`ServerError::InUse`].
     pub fn bind(path: &Path, mode: u32) -> Result<Self, ServerError> {
-        let failed = |e: Errno| ServerError::Listen { path: path.to_owned(), source: e.into() };
-        let address = SocketAddrUnix::new(path).map_err(failed)?;
-        let make = || rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-        let socket = make().map_err(failed)?;
+        let failed = |e: Errno| match e {
+            Errno::ADDRINUSE => ServerError::InUse(path.to_owned()),
+            e => ServerError::Listen { path: path.to_owned(), source: e.into() },
+        };
         let mode = Mode::from_bits_truncate(mode & 0o777);
-        // Set the mode before the socket has a name, so that it is never too permissive.
-        rustix::fs::fchmod(&socket, mode).map_err(failed)?;
-        match rustix::net::bind(&socket, &address) {
-            Err(Errno::ADDRINUSE) => {
-                // Connecting to a file that is no socket fails with ECONNREFUSED too.
-                let there = rustix::fs::lstat(path).map_err(failed)?;
-                if FileType::from_raw_mode(there.st_mode) != FileType::Socket {
-                    return Err(failed(Errno::EXIST));
-                }
-                // Non-blocking: a listener whose backlog is full answers EAGAIN.
-                let probe = make().map_err(failed)?;
-                rustix::io::ioctl_fionbio(&probe, true).map_err(failed)?;
-                match rustix::net::connect(probe, &address) {
-                    Err(Errno::CONNREFUSED) => {}
-                    Ok(()) | Err(Errno::AGAIN) => return Err(ServerError::InUse(path.to_owned())),
-                    Err(e) => return Err(failed(e)),
-                }
-                rustix::fs::unlink(path).map_err(failed)?;
-                rustix::net::bind(&socket, &address).map_err(failed)?;
-            }
-            other => other.map_err(failed)?,
-        }
-        // Restore the bits that the umask cleared.
-        set_mode(path, mode).map_err(failed)?;
+        let (socket, file) = SocketFile::bind(path, SocketType::SEQPACKET, mode).map_err(failed)?;
         // Before anybody can connect: a refused peer must not have descriptors under way, whose close may block.
         socket::pass_rights(&socket, false);
         rustix::net::listen(&socket, 64).map_err(failed)?;
-        Ok(Self { socket: Some(socket), path: Some(path.to_owned()) })
+        Ok(Self { socket, file: Some(file) })
     }
 
-    /// The socket, unless a daemon serves it already.
-    pub fn socket(&self) -> Option<BorrowedFd<'_>> {
-        self.socket.as_ref().map(AsFd::as_fd)
+    /// The socket.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 
     /// Uses an inherited listening socket (socket activation).
@@ -83,52 +59,17 @@ impl Listener {
         }
         socket::pass_rights(&socket, false);
         // Peers that have connected before may have sent some.
-        Ok(Self { socket: Some(socket), path: None })
+        Ok(Self { socket, file: None })
     }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some(path) = self.path.take() {
-            let _ = rustix::fs::unlink(path);
-        }
-    }
-}
-
-/// Sets the mode of a socket, through no symbolic link: somebody may have put one there in its place.
-fn set_mode(path: &Path, mode: Mode) -> Result<(), Errno> {
-    use rustix::fs::{OFlags, fstat, open};
-    let file = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
-    if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::Socket {
-        return Err(Errno::EXIST);
-    }
-    rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), mode)
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixStream;
 
-    use super::*;
+    use rustix::net::SocketAddrUnix;
 
-    #[test]
-    fn the_mode_is_set_through_no_link() {
-        let folder = tempfile::tempdir().unwrap();
-        let (victim, link) = (folder.path().join("victim"), folder.path().join("link"));
-        std::fs::write(&victim, "").unwrap();
-        let mode = || std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&victim).unwrap().permissions());
-        let before = mode();
-        std::os::unix::fs::symlink(&victim, &link).unwrap();
-        for path in [&victim, &link] {
-            assert_eq!(set_mode(path, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
-        }
-        assert_eq!(mode(), before);
-        // Not even one to a socket.
-        let (socket, link) = (folder.path().join("socket"), folder.path().join("to-socket"));
-        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        std::os::unix::fs::symlink(&socket, &link).unwrap();
-        assert_eq!(set_mode(&link, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
-    }
+    use super::*;
 
     #[test]
     fn only_one_daemon_listens_on_a_socket() {

@@ -7,10 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{RecvFlags, SendFlags};
 
-use crate::wire::Code;
-
 /// Events of a user that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
-const MAX_LOGGED: u32 = 64;
+const MAX_LOGGED: u64 = 64;
 const LOG_WINDOW: Duration = Duration::from_secs(10);
 /// Users with limits of their own; further ones share one, so that a user of many numbers does not flood the log.
 const MAX_LOGGED_USERS: usize = 64;
@@ -63,12 +61,6 @@ impl Ending {
     }
 }
 
-/// Why a connection is refused.
-pub(crate) const REFUSALS: [(Code, &str); 2] = [
-    (Code::Quota, "the daemon has reached its limit of clients (--clients)"),
-    (Code::Quota, "this user has reached the limit of clients (--user-share)"),
-];
-
 /// Tells the daemon, from another process, what a user has caused, or a warning. It is lost when the daemon does not
 /// read: nobody waits for the log.
 pub(crate) fn tell(daemon: impl AsFd, user: Option<u32>, text: &str) {
@@ -84,8 +76,8 @@ pub(crate) struct Log {
     users: HashMap<Option<u32>, Window>,
 }
 
-/// The entries of a user since a time: those that were logged, and those that were counted.
-struct Window(Instant, u32, u64);
+/// The number of a user's entries since a time.
+struct Window(Instant, u64);
 
 impl Log {
     pub(crate) fn new(sink: impl FnMut(&ServerEvent) + Send + 'static) -> Self {
@@ -114,21 +106,20 @@ impl Log {
     /// Logs an event of a user, or counts it.
     fn of(&mut self, user: u32, text: String, now: Instant) {
         let own = self.users.contains_key(&Some(user)) || self.users.len() < MAX_LOGGED_USERS;
-        let Window(_, logged, counted) = self.users.entry(own.then_some(user)).or_insert(Window(now, 0, 0));
-        if *logged < MAX_LOGGED {
-            *logged += 1;
+        let Window(_, count) = self.users.entry(own.then_some(user)).or_insert(Window(now, 0));
+        *count += 1;
+        if *count <= MAX_LOGGED {
             (self.sink)(&ServerEvent { is_warning: false, text });
-        } else {
-            *counted += 1;
         }
     }
 
     /// Logs how many events were only counted, of users whose windows have ended.
     pub(crate) fn catch_up(&mut self, now: Instant) {
         let Self { sink, users } = self;
-        users.retain(|user, Window(since, _, counted)| {
+        users.retain(|user, Window(since, count)| {
             let ended = now.saturating_duration_since(*since) >= LOG_WINDOW;
-            if ended && *counted > 0 {
+            let counted = count.saturating_sub(MAX_LOGGED);
+            if ended && counted > 0 {
                 let whose = user.map_or("other users".to_owned(), |user| format!("user {user}"));
                 let text = format!(
                     "{counted} more clients of {whose} connected, disconnected or were refused within {LOG_WINDOW:?}"

@@ -3,7 +3,7 @@
 //! Each word has one writer, except the wake-up request, which both sides swap. The daemon trusts none of them: the
 //! card checks the doorbell, and a client that overwrites the daemon's words only misleads itself.
 
-use dmalane_dma::{SharedBuf, VolatileSlice};
+use dmalane_dma::SharedBuf;
 
 /// Bytes of the page.
 pub(crate) const PAGE_BYTES: usize = 8192;
@@ -24,18 +24,14 @@ impl Page {
         (buf.len() >= PAGE_BYTES).then_some(Self(buf))
     }
 
-    fn as_volatile_slice(&self) -> VolatileSlice<'_> {
-        self.0.as_volatile_slice()
-    }
-
     #[inline]
     fn load(&self, offset: usize) -> u32 {
-        self.as_volatile_slice().load_u32(offset).expect("an aligned word of the page")
+        self.0.as_volatile_slice().load_u32(offset).expect("an aligned word of the page")
     }
 
     #[inline]
     fn swap(&self, offset: usize, value: u32) -> u32 {
-        self.as_volatile_slice().swap_u32(offset, value).expect("an aligned word of the page")
+        self.0.as_volatile_slice().swap_u32(offset, value).expect("an aligned word of the page")
     }
 
     #[inline]
@@ -58,7 +54,7 @@ impl Page {
 
     #[inline]
     pub(crate) fn set_status(&self, queue: usize, value: u32) {
-        self.as_volatile_slice().store_u32(queue * STRIDE + STATUS, value).expect("an aligned word of the page");
+        self.0.as_volatile_slice().store_u32(queue * STRIDE + STATUS, value).expect("an aligned word of the page");
     }
 
     /// 1 while the client requests to be woken by the next completion.

@@ -3,8 +3,6 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
@@ -15,8 +13,8 @@ use crate::gate::{CLOSE_TIMEOUT, Gate};
 use crate::guard::Guard;
 use crate::listener::Listener;
 use crate::log::{Log, ServerEvent};
+use crate::socket;
 use crate::state::ServerState;
-use crate::table::timespec_of;
 
 /// How often the daemon looks after its log, and whether its process is there.
 const INTERVAL: Duration = Duration::from_millis(500);
@@ -60,37 +58,31 @@ impl Server {
     ///
     /// # Errors
     /// [`ServerError::Io`], [`ServerError::ForkerDied`].
-    pub fn run(mut self, mut listener: Listener, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
-        let socket = listener.socket.take().expect("a listener that was not used");
+    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
+        let Listener { socket, file } = listener;
         let handed = dmalane_dma::send_with_fds(&self.processes, &[0], &[socket.as_fd()], SendFlags::empty());
         handed.map_err(std::io::Error::from)?;
         drop(socket);
-        while !self.look(Some(stop))? {
+        while !self.look(Some(stop)) {
             if !matches!(waitpid(Some(self.forker), WaitOptions::NOHANG), Ok(None)) {
                 return Err(ServerError::ForkerDied);
             }
         }
-        drop(listener);
+        drop(file);
         let _ = rustix::net::send(&self.processes, &[0], SendFlags::NOSIGNAL);
         let end = Instant::now() + self.state.config.stop_timeout + 2 * CLOSE_TIMEOUT;
         // All processes have ended when nobody has their end of the pair.
-        while Instant::now() < end && !self.look(None)? {}
+        while Instant::now() < end && !self.look(None) {}
         Ok(())
     }
 
     /// Waits for notes and logs them; true when it is time to stop, or, without that, when all processes have ended.
-    fn look(&mut self, stop: Option<BorrowedFd<'_>>) -> Result<bool, ServerError> {
-        let fds = [Some(self.processes.as_fd()), stop];
-        let mut fds: Vec<_> = fds.into_iter().flatten().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        match poll(&mut fds, Some(&timespec_of(INTERVAL))) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(e) => return Err(std::io::Error::from(e).into()),
-        }
-        let stopped = fds.get(1).is_some_and(|stop| !stop.revents().is_empty());
+    fn look(&mut self, stop: Option<BorrowedFd<'_>>) -> bool {
+        let [_, stopped] = socket::readable([Some(self.processes.as_fd()), stop], Some(INTERVAL));
         let now = Instant::now();
         self.log.catch_up(now);
         let are_there = self.log.hear(&self.processes, now);
-        Ok(stopped || (stop.is_none() && !are_there))
+        stopped || (stop.is_none() && !are_there)
     }
 }
 
@@ -113,12 +105,12 @@ mod tests {
 
     use dmalane_card::Card;
     use dmalane_dma::MemfdHeap;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustix::net::SocketAddrUnix;
     use zerocopy::FromZeros;
 
     use super::*;
     use crate::gate::OPERATOR_CONNECTIONS;
-    use crate::socket;
     use crate::table::Table;
     use crate::wire::{ClientRequest, ClientStatus};
     use crate::{Client, ClientOptions, status};
@@ -187,13 +179,13 @@ mod tests {
             drop((leaving, socket));
             let listener = Listener::from_socket(listening).unwrap();
             if !inherited {
-                socket::pass_rights(listener.socket.as_ref().unwrap(), true);
+                socket::pass_rights(&listener.socket, true);
             }
             let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
             let (stop, stopped) = UnixStream::pair().unwrap();
             let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
             let answered = |socket: &OwnedFd| {
-                let timeout = timespec_of(LONG);
+                let timeout = Timespec { tv_sec: LONG.as_secs().cast_signed(), tv_nsec: 0 };
                 poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout)) == Ok(1)
             };
             assert!(answered(refused), "it is told why");
@@ -211,7 +203,7 @@ mod tests {
 
     /// Whether turns are given.
     fn pause(table: &Table, paused: bool) {
-        table.lock().paused = paused.into();
+        table.locked(|turns| turns.paused = paused.into());
     }
 
     #[test]

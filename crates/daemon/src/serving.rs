@@ -5,10 +5,9 @@
 //! requests with its share of the card, and while it owes, its requests wait beside other users.
 //!
 //! A connection is closed only after the card has stopped accessing the client's memory: to a client, the end of the
-//! connection means the same as a status of 0.
+//! connection means the same as a status of 0. A panic keeps that order too: mappings are dropped before the socket.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,13 +19,10 @@ use crate::account::Charge;
 use crate::connection::Connection;
 use crate::function::PROCESS_BYTES;
 use crate::log::{Ending, tell};
-use crate::peer::Peer;
-use crate::socket::{self, Received};
-use crate::state::ServerState;
-use crate::table::timespec_of;
-use crate::thread::{take_time, yield_to_worker};
-use crate::wire::{ClientStatus, Code, MAX_MESSAGE, failed};
-use crate::worker::Worker;
+use crate::socket::{self, Received, readable};
+use crate::state::{Peer, ServerState};
+use crate::wire::{ClientStatus, Code, MAX_MESSAGE, Refused, failed};
+use crate::worker::{Worker, take_time};
 
 /// How often a process looks whether its queues have stopped.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -39,8 +35,6 @@ pub(crate) struct Serving<'s> {
     daemon: BorrowedFd<'s>,
     worker: Worker,
     since: Instant,
-    /// The client has opened a function.
-    opened: bool,
     _charge: Option<Charge>,
 }
 
@@ -51,13 +45,13 @@ impl<'s> Serving<'s> {
     /// The kernel's.
     pub(crate) fn new(
         state: &'s ServerState,
-        (seat, id, peer, status_only): (usize, u64, Peer, Option<(Code, &'static str)>),
+        (seat, id, peer, status_only): (usize, u64, Peer, Option<&'static str>),
         socket: OwnedFd,
         daemon: BorrowedFd<'s>,
     ) -> std::io::Result<Self> {
-        let _charge = match Charge::new(&state.accounts.memory, seat, PROCESS_BYTES) {
-            Err(text) if !peer.admin => {
-                let _ = socket::send(&socket, &failed(0, Code::Quota, &text), &[], false);
+        let _charge = match state.accounts.memory.charge(seat, PROCESS_BYTES) {
+            Err(Refused(code, text)) if !peer.admin => {
+                let _ = socket::send(&socket, &failed(0, code, &text), &[], false);
                 return Err(Errno::NOMEM.into());
             }
             charge => charge.ok(),
@@ -66,27 +60,26 @@ impl<'s> Serving<'s> {
         connection.status_only = status_only;
         // Before this thread lowers its priority, which threads inherit and nobody can raise.
         let worker = Worker::start(connection.alarm.clone(), state.table.clone(), seat, state.config.spin)?;
-        Ok(Self { state, connection, daemon, worker, since: Instant::now(), opened: false, _charge })
+        Ok(Self { state, connection, daemon, worker, since: Instant::now(), _charge })
     }
 
     /// Serves the client until its end, and releases its resources.
     pub(crate) fn run(mut self) -> Ending {
-        yield_to_worker();
-        let served = catch_unwind(AssertUnwindSafe(|| {
-            // Also for who has left: a user does not have processes started faster than it pays for them.
-            if !self.state.table.wait_until_paid(self.connection.seat, || self.is_over(false)) {
-                return Ending::ShutDown;
-            }
+        // Lower the priority of this thread (nice 10) below the worker's, whose time is what users share.
+        // `dmalane.slice` weighs ten times as much as `user.slice`: at full priority, a user could have this thread
+        // take processors from other users' processes. It may always get less.
+        let _ = rustix::process::setpriority_process(None, 10);
+        let mut why = Ending::ShutDown;
+        // Also for who has left: a user does not have processes started faster than it pays for them.
+        if self.state.table.wait_until_paid(self.connection.seat, || self.is_over(false)) {
             self.since = Instant::now();
             let mut buffer = [0; MAX_MESSAGE];
-            loop {
+            why = loop {
                 if let Err(why) = self.wait().and_then(|()| self.request(&mut buffer)) {
                     break why;
                 }
-            }
-        }));
-        // Whatever happens, the connection ends only when the card has stopped.
-        let why = served.unwrap_or(Ending::Bug);
+            };
+        }
         self.end();
         why
     }
@@ -96,18 +89,15 @@ impl<'s> Serving<'s> {
     /// # Errors
     /// Why the connection ends.
     fn wait(&self) -> Result<(), Ending> {
-        let limit = self.connection.function.is_none().then_some(self.state.config.open_timeout);
+        let limit = self.connection.alarm.function.get().is_none().then_some(self.state.config.open_timeout);
         loop {
             let after = self.since.elapsed();
-            let longest = limit.map(|limit| timespec_of(limit.saturating_sub(after)));
-            let fds = [self.connection.socket.as_fd(), self.daemon];
-            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            let _ = poll(&mut fds, longest.as_ref());
-            if !fds[1].revents().is_empty() {
+            let longest = limit.map(|limit| limit.saturating_sub(after));
+            let [is_ready, ends] = readable([Some(self.connection.socket.as_fd()), Some(self.daemon)], longest);
+            if ends {
                 return Err(Ending::ShutDown);
             }
             // What the client has sent in time is answered, but repeated status requests keep no connection open.
-            let is_ready = !fds[0].revents().is_empty();
             if is_ready && limit.is_none_or(|limit| after <= 2 * limit) {
                 return Ok(());
             }
@@ -155,14 +145,10 @@ impl<'s> Serving<'s> {
     }
 
     /// Sends the answer to a request.
-    fn answer(&mut self, answer: &[u8]) -> Result<(), Ending> {
-        let is_new = !self.opened && self.connection.function.is_some();
-        if let (true, Some(function)) = (is_new, &self.connection.function) {
-            self.opened = true;
-            self.worker.serve(function.clone());
-        }
+    fn answer(&self, answer: &[u8]) -> Result<(), Ending> {
+        let queues = self.state.table.seat(self.connection.seat).row().queues;
         let row = self.show(false);
-        if is_new {
+        if queues < row.queues {
             let ClientStatus { client, pid, uid, .. } = row;
             let text = format!("client {client}: process {pid} of user {uid}");
             tell(self.daemon, Some(self.connection.peer.user), &text);
@@ -177,7 +163,7 @@ impl<'s> Serving<'s> {
     /// Shows the state of the client as of now.
     fn show(&self, closing: bool) -> ClientStatus {
         let mut row = ClientStatus { closing: closing.into(), ..self.connection.row() };
-        if let Some(function) = &self.connection.function {
+        if let Some(function) = self.connection.alarm.function.get() {
             function.count_into(&mut row);
         }
         self.state.table.show(self.connection.seat, row);
@@ -189,7 +175,7 @@ impl<'s> Serving<'s> {
         let seat = self.connection.seat;
         let row = self.show(true);
         let since = Instant::now();
-        if let Some(function) = &self.connection.function {
+        if let Some(function) = self.connection.alarm.function.get() {
             function.stop();
             self.connection.alarm.wake();
             let mut late = false;
@@ -203,14 +189,13 @@ impl<'s> Serving<'s> {
                 thread::sleep(POLL_INTERVAL);
             }
         }
-        let Self { state: crate::state::ServerState { table, .. }, mut connection, worker, .. } = self;
+        let Self { state: ServerState { table, .. }, connection, worker, .. } = self;
         drop(worker);
-        connection.release();
-        connection.function = None;
+        let socket = connection.release();
         table.charge(seat, take_time());
         // Its place is free before the client sees the end.
         table.release(seat);
-        let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
+        let _ = rustix::net::shutdown(&socket, Shutdown::Both);
         // Messages that are left unread may carry descriptors, whose close may take any time.
     }
 }

@@ -1,10 +1,12 @@
 //! Sends and receives messages with descriptors over a SEQPACKET socket.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use dmalane_dma::{receive_with_fds, send_with_fds};
 use nix::libc;
 use nix::sys::socket::SetSockOpt;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
@@ -21,6 +23,14 @@ nix::setsockopt_impl!(PassRights, libc::SOL_SOCKET, SO_PASSRIGHTS, bool, nix::sy
 /// connect(2). Before Linux 6.16, which does not know it, every socket takes descriptors.
 pub fn pass_rights(socket: impl AsFd, pass: bool) {
     let _ = PassRights.set(&socket, &pass);
+}
+
+/// Waits until one of these descriptors is readable or at its end, or for this time. Returns which of them are.
+pub(crate) fn readable<const N: usize>(fds: [Option<BorrowedFd<'_>>; N], time: Option<Duration>) -> [bool; N] {
+    let mut polled: Vec<_> = fds.iter().flatten().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    let _ = poll(&mut polled, time.and_then(|time| Timespec::try_from(time).ok()).as_ref());
+    let mut ready = polled.iter().map(|fd| !fd.revents().is_empty());
+    fds.map(|fd| fd.is_some() && ready.next() == Some(true))
 }
 
 /// Result of receiving from a socket.

@@ -7,7 +7,6 @@
 use std::cell::UnsafeCell;
 use std::io;
 use std::mem::{MaybeUninit, offset_of};
-use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -84,7 +83,7 @@ impl Seat {
 }
 
 // SAFETY: the table is not bound to a thread: its fields are atomic but for `lock`, a mutex that any thread of any
-// process may use, and `turns`, which only the lock's owner accesses (`Locked`).
+// process may use, and `turns`, which only the lock's owner accesses (`Table::locked`).
 unsafe impl Send for Table {}
 // SAFETY: as above.
 unsafe impl Sync for Table {}
@@ -124,28 +123,27 @@ impl Table {
         unsafe { self.0.as_ref() }
     }
 
-    /// Locks the turns. Where a process was killed that had them locked, their counts are mended first.
-    pub(crate) fn lock(&self) -> Locked<'_> {
+    /// Has `change` work on the turns, which nobody else does meanwhile. Where a process was killed that had them
+    /// locked, their counts are mended first.
+    pub(crate) fn locked<T>(&self, change: impl FnOnce(&mut Turns) -> T) -> T {
         let mutex = self.shared().lock.get();
         // SAFETY: made by `new`, and never destroyed or moved.
         let result = unsafe { libc::pthread_mutex_lock(mutex) };
         assert!(result == 0 || result == libc::EOWNERDEAD, "the lock of the table: {result}");
-        let mut locked = Locked(self.shared());
+        let _locked = Locked(mutex);
+        // SAFETY: whoever has the mutex has the turns, and this reference ends before it is unlocked.
+        let turns = unsafe { &mut *self.shared().turns.get() };
         if result == libc::EOWNERDEAD {
-            locked.mend();
+            turns.mend();
             // SAFETY: locked by this thread, by a call that gave EOWNERDEAD.
             unsafe { libc::pthread_mutex_consistent(mutex) };
         }
-        locked
+        change(turns)
     }
 
     /// Changes the turns, and wakes who has got one, but for the client of `seat`, whose worker calls this.
     fn turns<T>(&self, seat: Option<usize>, change: impl FnOnce(&mut Turns) -> T) -> T {
-        let mut turns = self.lock();
-        let before = turns.holder();
-        let result = change(&mut turns);
-        let after = turns.holder();
-        drop(turns);
+        let (before, result, after) = self.locked(|turns| (turns.holder(), change(turns), turns.holder()));
         if let Some(next) = after.filter(|_| before != after && after != seat) {
             let word = &self.shared().turned[next];
             word.fetch_add(1, Ordering::Release);
@@ -164,7 +162,8 @@ impl Table {
                 (turns.holder() != Some(seat)).then(|| turns.wait_of(seat))
             });
             let Some(wait) = wait else { break };
-            let woken = futex::wait(word, futex::Flags::empty(), seen, Some(&timespec_of(Duration::from_nanos(wait))));
+            let wait = Timespec::try_from(Duration::from_nanos(wait)).ok();
+            let woken = futex::wait(word, futex::Flags::empty(), seen, wait.as_ref());
             // Woken shortly before its turn: it has its processor when that comes.
             let start = now();
             while woken.is_ok() && word.load(Ordering::Acquire) == seen && now() - start < SPIN {
@@ -223,7 +222,7 @@ impl Table {
     /// Takes a free seat for a client of this user with this row. One process does that.
     pub(crate) fn sit(&self, user: u32, row: ClientStatus) -> Option<usize> {
         let (index, seat) = self.shared().seats.iter().enumerate().find(|(_, seat)| seat.row().client == 0)?;
-        self.lock().join(index, user);
+        self.locked(|turns| turns.join(index, user));
         seat.user.store(user, Relaxed);
         seat.released.store(0, Relaxed);
         seat.show(row, 0..ROW);
@@ -272,29 +271,13 @@ impl Drop for Table {
     }
 }
 
-/// The turns, locked.
-pub(crate) struct Locked<'t>(&'t Shared);
+/// The lock of the turns, which this unlocks on drop.
+struct Locked(*mut libc::pthread_mutex_t);
 
-impl Deref for Locked<'_> {
-    type Target = Turns;
-
-    fn deref(&self) -> &Turns {
-        // SAFETY: `Table::lock` returns one such value at a time, until its drop.
-        unsafe { &*self.0.turns.get() }
-    }
-}
-
-impl DerefMut for Locked<'_> {
-    fn deref_mut(&mut self) -> &mut Turns {
-        // SAFETY: as above.
-        unsafe { &mut *self.0.turns.get() }
-    }
-}
-
-impl Drop for Locked<'_> {
+impl Drop for Locked {
     fn drop(&mut self) {
-        // SAFETY: locked by `Table::lock` in this thread: the value is not `Send`, since its cells are not `Sync`.
-        unsafe { libc::pthread_mutex_unlock(self.0.lock.get()) };
+        // SAFETY: locked by `Table::locked`, in this thread, where this value stays.
+        unsafe { libc::pthread_mutex_unlock(self.0) };
     }
 }
 
@@ -302,11 +285,6 @@ impl Drop for Locked<'_> {
 pub(crate) fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
-}
-
-/// A time for the kernel.
-pub(crate) fn timespec_of(time: Duration) -> Timespec {
-    Timespec { tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX), tv_nsec: i64::from(time.subsec_nanos()) }
 }
 
 #[cfg(test)]
@@ -325,13 +303,12 @@ mod tests {
                 scope.spawn(|| {
                     for _ in 0..20_000 {
                         // Not atomic.
-                        let mut turns = table.lock();
-                        turns.paused += 1;
+                        table.locked(|turns| turns.paused += 1);
                     }
                 });
             }
         });
-        assert_eq!(table.lock().paused, 80_000);
+        assert_eq!(table.locked(|turns| turns.paused), 80_000);
     }
 
     #[test]
@@ -342,11 +319,12 @@ mod tests {
         table.take_turn(seat);
         thread::scope(|scope| {
             // A robust mutex is unlocked for a thread that ends, as for a process.
-            scope.spawn(|| std::mem::forget(table.lock()));
+            // SAFETY: as `Table::locked` does it.
+            scope.spawn(|| unsafe { libc::pthread_mutex_lock(table.shared().lock.get()) });
         });
-        assert_eq!(table.lock().holder(), None, "whatever was changed is chosen anew");
+        assert_eq!(table.locked(|turns| turns.holder()), None, "whatever was changed is chosen anew");
         table.take_turn(seat);
-        assert_eq!(table.lock().holder(), Some(seat));
+        assert_eq!(table.locked(|turns| turns.holder()), Some(seat));
     }
 
     #[test]
@@ -361,7 +339,7 @@ mod tests {
             thread::sleep(Duration::from_micros(500));
             table.end_turn(0, true);
         });
-        assert_eq!(table.lock().holder(), Some(1));
+        assert_eq!(table.locked(|turns| turns.holder()), Some(1));
         // A seat is free again, and who takes it has nothing of the client before.
         let seat = table.seat(1);
         seat.taken.iter().for_each(|taken| taken.store(7, Relaxed));

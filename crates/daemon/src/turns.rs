@@ -56,8 +56,9 @@ pub(crate) struct Turns {
     taken: u64,
     /// When somebody was last chosen, or nobody could be.
     chosen: u64,
-    /// Shares and places up to the last one in use.
-    ends: [u32; 2],
+    /// Shares and places up to the last one that was ever in use.
+    end: u32,
+    unused: u32,
     /// For tests: not 0 while nobody gets a turn, and nobody pays.
     #[cfg(test)]
     pub(crate) paused: u64,
@@ -147,8 +148,7 @@ impl Turns {
         });
         shares[index].clients += 1;
         self.places[seat] = Place { share: index as u32 + 1, wants: 0, charged: 0, served: shares[index].level };
-        let [shares, places] = self.ends;
-        self.ends = [shares.max(index as u32 + 1), places.max(seat as u32 + 1)];
+        self.end = self.end.max(index.max(seat) as u32 + 1);
     }
 
     /// A client has gone.
@@ -168,13 +168,8 @@ impl Turns {
             share.clients = of().count() as u32;
             share.wanting = of().filter(|place| place.wants != 0).count() as u32;
         }
-        self.ends = [SEATS as u32; 2];
+        self.end = SEATS as u32;
         self.holder = 0;
-    }
-
-    /// Seats up to the last one that was ever taken.
-    pub(crate) fn seats(&self) -> usize {
-        self.ends[1] as usize
     }
 
     /// The seat whose turn it is.
@@ -221,7 +216,7 @@ impl Turns {
     /// How long a client that has work waits at most until it looks again. Of many, one at a time is enough.
     pub(crate) fn wait_of(&self, seat: usize) -> u64 {
         let share = self.places[seat].share;
-        let wanting = self.places[..self.seats()].iter().filter(|place| place.wants == 1).count() as u64;
+        let wanting = self.places[..self.end()].iter().filter(|place| place.wants == 1).count() as u64;
         let first = self.places[..seat].iter().all(|place| place.wants == 0 || place.share != share);
         match self.holder {
             0 if first => {
@@ -255,7 +250,7 @@ impl Turns {
     /// Who is likely to be next, if the turn of a client ends with another step as the last one.
     pub(crate) fn next_after(&self, seat: usize, step: &Step) -> Option<usize> {
         let (index, last) = (self.index_of(seat), step.cost());
-        let used = self.ends[0] as usize;
+        let used = self.end();
         let wants = |i: &usize| self.shares[*i].wanting > 0 && self.shares[*i].deficit > -QUANTUM;
         let others = (index + 1..used).chain(0..index);
         others.take_while(|_| self.shares[index].deficit <= last).find(wants).map(|next| self.least_served(next))
@@ -285,9 +280,12 @@ impl Turns {
     pub(crate) fn owes(&mut self, seat: usize, now: u64) -> bool {
         self.look(now);
         let user = self.index_of(seat);
-        let others =
-            || self.shares[..self.ends[0] as usize].iter().enumerate().any(|(i, s)| i != user && s.clients > 0);
+        let others = || self.shares[..self.end()].iter().enumerate().any(|(i, s)| i != user && s.clients > 0);
         self.shares[user].deficit < -MAX_AHEAD && others()
+    }
+
+    fn end(&self) -> usize {
+        self.end as usize
     }
 
     fn index_of(&self, seat: usize) -> usize {
@@ -309,19 +307,16 @@ impl Turns {
     }
 
     fn wants_nothing(&mut self, seat: usize) {
-        if std::mem::take(&mut self.places[seat].wants) == 0 {
-            return;
-        }
+        let wanted = std::mem::take(&mut self.places[seat].wants);
         let share = self.share_of(seat);
-        share.wanting = share.wanting.saturating_sub(1);
+        share.wanting = share.wanting.saturating_sub(wanted);
     }
 
     /// Chooses who is next: the user whose round it is while something of that is left. `worked`: a step was done since
     /// the last choice.
     fn choose(&mut self, now: u64, worked: bool) {
         let cursor = self.cursor as usize;
-        let stays =
-            cursor < self.ends[0] as usize && self.shares[cursor].wanting > 0 && self.shares[cursor].deficit > 0;
+        let stays = cursor < self.end() && self.shares[cursor].wanting > 0 && self.shares[cursor].deficit > 0;
         self.next_round(now, worked, stays.then_some(cursor));
     }
 
@@ -336,7 +331,7 @@ impl Turns {
         if let Some(index) = to {
             return self.give(index, now);
         }
-        let (cursor, used) = (self.cursor as usize, self.ends[0] as usize);
+        let (cursor, used) = (self.cursor as usize, self.end());
         for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
             let allowance = if !worked && self.in_gap(index) { passed } else { QUANTUM };
             let share = &mut self.shares[index];
@@ -369,14 +364,13 @@ impl Turns {
             (other.clients > 0 && other.wanting == 0 && other.deficit >= 0)
                 && (other.ended > 0 && other.ended + GAP > share.began)
         };
-        share.deficit < 0
-            && self.shares[..self.ends[0] as usize].iter().enumerate().any(|(i, other)| i != index && returns(other))
+        share.deficit < 0 && self.shares[..self.end()].iter().enumerate().any(|(i, other)| i != index && returns(other))
     }
 
     /// The client of a user with work that was served least.
     fn least_served(&self, index: usize) -> usize {
         let wants = |i: &usize| self.places[*i].wants == 1 && self.places[*i].share as usize == index + 1;
-        let wanting = (0..self.seats()).filter(wants);
+        let wanting = (0..self.end()).filter(wants);
         wanting.min_by_key(|i| self.places[*i].served).expect("a client with work")
     }
 

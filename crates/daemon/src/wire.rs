@@ -143,8 +143,8 @@ pub enum ClientRequest<'a> {
 pub struct MalformedRequest {
     /// Number of the request; 0 when the message is too short to have one.
     pub seqno: u64,
-    /// True when the opcode is unknown.
-    pub unknown: bool,
+    /// [`Code::Unknown`] for an unknown opcode, otherwise [`Code::Malformed`].
+    pub code: Code,
     /// The fault of the message.
     pub why: &'static str,
 }
@@ -155,22 +155,19 @@ impl<'a> ClientRequest<'a> {
     /// # Errors
     /// [`MalformedRequest`] for every deviation from the format.
     pub fn decode(message: &'a [u8]) -> Result<(u64, Self), MalformedRequest> {
-        let Ok((header, body)) = MessageHeader::ref_from_prefix(message) else {
-            return Err(MalformedRequest { seqno: 0, unknown: false, why: "shorter than a header" });
-        };
-        let seqno = header.seqno.get();
-        let bad = |why| MalformedRequest { seqno, unknown: false, why };
+        let header = MessageHeader::ref_from_prefix(message);
+        let seqno = header.as_ref().map_or(0, |(header, _)| header.seqno.get());
+        let bad = |why| MalformedRequest { seqno, code: Code::Malformed, why };
+        let (header, body) = header.map_err(|_| bad("shorter than a header"))?;
         if header.size.get() as usize != message.len() {
             return Err(bad("its size differs from its header"));
         }
         let opcode = header.opcode.get();
         if !(HELLO..=STATUS).contains(&opcode) {
-            return Err(MalformedRequest { seqno, unknown: true, why: "there is no such request" });
+            return Err(MalformedRequest { seqno, code: Code::Unknown, why: "there is no such request" });
         }
-        let Ok((fields, rest)) = Fields::ref_from_prefix(body) else {
-            return Err(bad("shorter than a request"));
-        };
-        let Fields { at, amount, index, value } = fields;
+        let fields = Fields::ref_from_prefix(body).map_err(|_| bad("shorter than a request"))?;
+        let (Fields { at, amount, index, value }, rest) = fields;
         let request = match (opcode, at.get(), amount.get(), index.get(), value.get(), rest) {
             (HELLO, MAGIC, 0, min, max, []) => Self::Hello { min, max },
             (OPEN, ddr, hbm, queues, 0, []) => Self::Open { ddr, hbm, queues },
@@ -260,7 +257,15 @@ impl Code {
 }
 
 /// Why a request is refused, as a code and as a text.
+#[derive(Debug)]
 pub(crate) struct Refused(pub Code, pub String);
+
+impl Refused {
+    /// Refuses, with this text, what does not hold.
+    pub(crate) fn unless(holds: bool, code: Code, text: impl FnOnce() -> String) -> Result<(), Self> {
+        if holds { Ok(()) } else { Err(Self(code, text())) }
+    }
+}
 
 /// The answer to a refused request; a text follows.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
@@ -442,7 +447,10 @@ mod tests {
                 let mut other = bytes.clone();
                 other[at] ^= 0x80;
                 let decoded = ClientRequest::decode(&other).map(|(_, request)| request);
-                assert!(decoded.is_err_and(|e| !e.unknown) || ClientRequest::decode(&other).unwrap().1 != request);
+                assert!(
+                    decoded.is_err_and(|e| e.code == Code::Malformed)
+                        || ClientRequest::decode(&other).unwrap().1 != request
+                );
             }
         }
     }

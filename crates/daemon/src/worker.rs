@@ -1,22 +1,23 @@
-//! The worker of a client: a thread of its process that runs the queues of its function in the client's turns.
+//! The worker of a client: a thread of its process that runs the queues of its function in the client's turns. Also
+//! the processor time of threads, for which users pay.
 
+use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nix::sys::resource::{UsageWho, getrusage};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::time::{ClockId, clock_gettime};
 use zerocopy::FromZeros;
 
 use crate::fork::{ask_for_short_slices, exit};
 use crate::function::Function;
 use crate::log::Ending;
 use crate::table::{Table, now};
-use crate::thread::{take_time, thread_time};
 use crate::turns::Step;
 use crate::wire::ClientStatus;
 
@@ -31,8 +32,10 @@ const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// Wakes a worker: on the client's kicks, and requests that change what there is to do.
+/// What a worker runs, and what wakes it: the client's kicks, and requests that change what there is to do.
 pub(crate) struct Alarm {
+    /// Once the client has opened it.
+    pub function: OnceLock<Function>,
     quit: AtomicBool,
     /// Eventfd of this process; not shared with the client.
     wake: OwnedFd,
@@ -44,7 +47,7 @@ impl Alarm {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
-        Ok(Self { quit: AtomicBool::new(false), wake, epoll })
+        Ok(Self { function: OnceLock::new(), quit: AtomicBool::new(false), wake, epoll })
     }
 
     /// Wakes the worker.
@@ -53,19 +56,20 @@ impl Alarm {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Has kicks of the client wake the worker.
-    pub(crate) fn listen(&self, function: &Function) -> rustix::io::Result<()> {
+    /// Has the worker run the queues of this function, also when the client kicks.
+    pub(crate) fn serve(&self, function: Function) -> rustix::io::Result<()> {
         // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
         // the client shares the file and can clear O_NONBLOCK.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(0), flags)
+        epoll::add(&self.epoll, &function.kick, epoll::EventData::new_u64(0), flags)?;
+        let _ = self.function.set(function);
+        self.wake();
+        Ok(())
     }
 
     fn sleep(&self) {
-        // `epoll_wait` has milliseconds, and `epoll_pwait2` is missing in older kernels.
-        let _ = poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], Some(&MAX_SLEEP));
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 4];
-        let _ = epoll::wait(&self.epoll, &mut events, Some(&Timespec::default()));
+        let _ = epoll::wait(&self.epoll, &mut events, Some(&MAX_SLEEP));
         // Never blocks.
         let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
     }
@@ -74,7 +78,6 @@ impl Alarm {
 /// The thread that runs a function's queues.
 pub(crate) struct Worker {
     alarm: Arc<Alarm>,
-    function: Option<Sender<Arc<Function>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -84,33 +87,27 @@ impl Worker {
     /// # Errors
     /// The kernel's.
     pub(crate) fn start(alarm: Arc<Alarm>, table: Arc<Table>, seat: usize, spin: Duration) -> std::io::Result<Self> {
-        let (sender, receiver) = channel::<Arc<Function>>();
         let mine = alarm.clone();
         let spin = u64::try_from(spin.as_nanos()).unwrap_or(u64::MAX);
         let run = move || {
             ask_for_short_slices();
-            let Ok(function) = receiver.recv() else { return };
-            let mut running = Running { function, table, seat, next: 0, most: MAX_STEP };
-            if catch_unwind(AssertUnwindSafe(|| running.run(&mine, spin))).is_err() {
+            while mine.function.get().is_none() && !mine.quit.load(Ordering::SeqCst) {
+                mine.sleep();
+            }
+            let Some(function) = mine.function.get() else { return };
+            let mut running = Running { alarm: &mine, function, table, seat, next: 0, most: MAX_STEP };
+            if catch_unwind(AssertUnwindSafe(|| running.run(spin))).is_err() {
                 // The card is only as far as the panic, and nobody runs it on.
                 exit(Ending::Bug as i32);
             }
         };
         let thread = Some(thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(run)?);
-        Ok(Self { alarm, function: Some(sender), thread })
-    }
-
-    /// Has it run the queues of this function.
-    pub(crate) fn serve(&mut self, function: Arc<Function>) {
-        if let Some(sender) = self.function.take() {
-            let _ = sender.send(function);
-        }
+        Ok(Self { alarm, thread })
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.function = None;
         self.alarm.quit.store(true, Ordering::SeqCst);
         self.alarm.wake();
         if let Some(thread) = self.thread.take() {
@@ -119,8 +116,9 @@ impl Drop for Worker {
     }
 }
 
-struct Running {
-    function: Arc<Function>,
+struct Running<'a> {
+    alarm: &'a Alarm,
+    function: &'a Function,
     table: Arc<Table>,
     seat: usize,
     /// The queue whose turn it is.
@@ -129,11 +127,11 @@ struct Running {
     most: u64,
 }
 
-impl Running {
-    fn run(&mut self, alarm: &Alarm, spin: u64) {
+impl Running<'_> {
+    fn run(&mut self, spin: u64) {
         let (mut idle, mut asleep) = (None, false);
-        while !alarm.quit.load(Ordering::SeqCst) {
-            if self.function.has_work() && self.work(alarm) {
+        while !self.alarm.quit.load(Ordering::SeqCst) {
+            if self.function.has_work() && self.work() {
                 idle = None;
             } else if self.table.was_last(self.seat) && now().saturating_sub(*idle.get_or_insert_with(now)) < spin {
                 // One process at most spins, for a client that rings again soon.
@@ -142,12 +140,12 @@ impl Running {
             } else if !asleep {
                 // Announce the sleep, look once more, then sleep: a doorbell that this look misses comes with a kick.
                 asleep = true;
-                self.function.page().set_asleep(true);
+                self.function.page.set_asleep(true);
                 continue;
             } else {
                 // What the queues' work has taken is paid for.
                 take_time();
-                alarm.sleep();
+                self.alarm.sleep();
                 // Kicks without work cost their user, and are looked after less often while it owes.
                 if !self.function.has_work() {
                     self.table.charge(self.seat, take_time());
@@ -157,15 +155,15 @@ impl Running {
                 }
             }
             if std::mem::take(&mut asleep) {
-                self.function.page().set_asleep(false);
+                self.function.page.set_asleep(false);
             }
         }
     }
 
     /// Runs the queues in this client's turns until nothing is left to do; false if there was nothing.
-    fn work(&mut self, alarm: &Alarm) -> bool {
+    fn work(&mut self) -> bool {
         let mut worked = false;
-        while !alarm.quit.load(Ordering::SeqCst) {
+        while !self.alarm.quit.load(Ordering::SeqCst) {
             self.table.take_turn(self.seat);
             let mut clock = StepClock::new();
             loop {
@@ -188,7 +186,7 @@ impl Running {
 
     /// A step of the next queue that has work. Returns its cost in bytes.
     fn step(&mut self) -> Option<u64> {
-        let queues = self.function.queues();
+        let queues = self.function.queues;
         (0..queues).find_map(|_| {
             let queue = self.next;
             self.next = (queue + 1) % queues;
@@ -247,6 +245,18 @@ impl StepClock {
 
 fn waits() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
+}
+
+/// Processor time of this thread so far.
+pub(crate) fn thread_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
+}
+
+/// Processor time of this thread since the last call.
+pub(crate) fn take_time() -> Duration {
+    thread_local!(static TAKEN: Cell<Duration> = const { Cell::new(Duration::ZERO) });
+    let now = thread_time();
+    now.saturating_sub(TAKEN.replace(now))
 }
 
 #[cfg(test)]

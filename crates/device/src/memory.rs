@@ -493,11 +493,7 @@ impl DeviceMemory {
     }
 }
 
-impl fmt::Debug for DeviceMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceMemory").field("areas", &self.areas).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(DeviceMemory, |it| "DeviceMemory {{ areas: {:?}, .. }}", it.areas);
 
 /// The alignment of a buffer of `len` bytes.
 fn alignment(len: u64) -> PageSize {

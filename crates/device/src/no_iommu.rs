@@ -3,10 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{AnonHeap, BufferRef, Error, Heap, Mapping, PageKind, Pinned, Registrar, Undo};
+use dmalane_dma::{AnonHeap, BufferRef, Error, Heap, Mapping, PageKind, Pinned, Registrar, Undo, lock};
 
 /// Registers memory for a device whose bytes are moved by this processor, by the kernel or by the device's driver.
 /// Nothing is pinned, unless the driver does that when it is [called](NoIommu::calling).
@@ -63,7 +63,7 @@ impl<T: Send + 'static> NoIommu<T> {
     /// Calls `each` with what was registered behind a range of names, in their order: the value, and which bytes of its
     /// range are meant. False when a part of it is not registered; `each` was called for what lies before that.
     pub fn resolve(&self, names: Span<Iova>, mut each: impl FnMut(&T, Range<u64>)) -> bool {
-        let (state, mut at, mut left) = (self.0.lock(), names.first().bits(), names.len());
+        let (state, mut at, mut left) = (lock(&self.0.state), names.first().bits(), names.len());
         while left > 0 {
             let Some((first, (len, held))) = state.live.range(..=Iova::new(at)).next_back() else { return false };
             let within = at - first.bits();
@@ -91,13 +91,9 @@ impl Default for NoIommu {
 }
 
 impl<T> Names<T> {
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes out what is registered first in a range.
     fn take(&self, names: Span<Iova>) -> Option<T> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let first = *state.live.range(names.first()..=names.last()).next()?.0;
         state.live.remove(&first).map(|(_, held)| held)
     }
@@ -109,7 +105,7 @@ impl<T: Send> Undo for Names<T> {
         while let Some(held) = self.take(lease.span()) {
             drop(held);
         }
-        self.lock().iovas.free(lease);
+        lock(&self.state).iovas.free(lease);
         true
     }
 
@@ -131,7 +127,7 @@ impl<T: Send + 'static> Registrar for NoIommu<T> {
         let bytes = Pinned::admit_all(&mut list, &self.0, access)?;
         let register = |pinned: &Pinned| (self.0.register)(pinned.reference(), pinned.range());
         let held = list.iter().map(register).collect::<Result<Vec<T>, _>>()?;
-        let mut state = self.0.lock();
+        let mut state = lock(&self.0.state);
         let mut at = Iova::new(state.next);
         let len = bytes.checked_next_multiple_of(PageSize::SIZE_4K.bytes());
         let span = len.and_then(|len| Span::new(at, len)).ok_or(Error::BadLength(bytes as usize))?;
@@ -156,11 +152,7 @@ impl<T: Send + 'static> Registrar for NoIommu<T> {
     }
 }
 
-impl<T> std::fmt::Debug for NoIommu<T> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "NoIommu({} registered)", self.0.lock().live.len())
-    }
-}
+dmalane_dma::debug_as!(NoIommu<T>, [T], |it| "NoIommu({} registered)", lock(&it.0.state).live.len());
 
 #[cfg(test)]
 mod tests {

@@ -119,11 +119,7 @@ impl Ram {
     }
 }
 
-impl std::fmt::Debug for RamDevice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RamDevice({})", self.region[0].span)
-    }
-}
+dmalane_dma::debug_as!(RamDevice, |it| "RamDevice({})", it.region[0].span);
 
 #[cfg(all(test, feature = "conformance"))]
 mod tests {

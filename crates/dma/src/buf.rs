@@ -52,11 +52,7 @@ impl DerefMut for CpuBuf {
     }
 }
 
-impl std::fmt::Debug for CpuBuf {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "CpuBuf({} bytes, {})", self.memory.len(), self.backing.kind)
-    }
-}
+debug_as!(CpuBuf, |it| "CpuBuf({} bytes, {})", it.memory.len(), it.backing.kind);
 
 /// A whole buffer that devices may access. Its owner has exclusive use of all its bytes.
 #[derive(Debug)]

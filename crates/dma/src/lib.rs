@@ -8,6 +8,9 @@
 //! let first = shared[0];
 //! ```
 
+#[macro_use]
+mod debug;
+
 mod account;
 mod buf;
 mod device;
@@ -17,6 +20,7 @@ mod footprint;
 pub mod fuzzing;
 mod heap;
 mod interrupts;
+mod lock;
 mod memory;
 mod mmio;
 mod pagemap;
@@ -41,6 +45,7 @@ pub use heap::{
     Reserved, export_dma_buf, export_dma_buf_range, pick,
 };
 pub use interrupts::InterruptEvents;
+pub use lock::lock;
 pub use memory::BufferRef;
 pub use mmio::{Mmio, aligned_words};
 pub use pagemap::physical_runs;
@@ -51,6 +56,6 @@ pub use processor::CopyHint;
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, memory_limit, room, room_at};
 pub use slice::BufferSlice;
-pub use socket::{ReceivedBytes, receive_with_fds, send_with_fds};
+pub use socket::{ReceivedBytes, SocketFile, receive_with_fds, send_with_fds};
 pub use sys::{DriverMemory, FileMapping, RawMemory};
 pub use volatile::{VolatileSlice, stream_fence};

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use crate::account::Account;
 use crate::sys::Region;
-use crate::{Error, PageBacking, VolatileSlice};
+use crate::{Error, PageBacking, VolatileSlice, lock};
 
 /// The memory of a buffer that devices may reach.
 pub(crate) struct Memory {
@@ -34,17 +34,12 @@ impl Memory {
         Self { region, backing, account, uses: Mutex::default(), returned: Condvar::new() }
     }
 
-    fn uses(&self) -> MutexGuard<'_, Uses> {
-        // No code that may panic runs under this lock.
-        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Lends no bytes from now on.
     ///
     /// # Errors
     /// [`Error::Borrowed`] while bytes are lent.
     pub(crate) fn admit_duplicates(&self) -> Result<(), Error> {
-        let mut uses = self.uses();
+        let mut uses = lock(&self.uses);
         if uses.borrows > 0 {
             return Err(Error::Borrowed);
         }
@@ -59,14 +54,14 @@ impl Memory {
         struct Borrow<'a>(&'a Memory);
         impl Drop for Borrow<'_> {
             fn drop(&mut self) {
-                let mut uses = self.0.uses();
+                let mut uses = lock(&self.0.uses);
                 uses.borrows -= 1;
                 if uses.borrows == 0 {
                     self.0.returned.notify_all();
                 }
             }
         }
-        let mut uses = self.uses();
+        let mut uses = lock(&self.uses);
         if uses.writers > 0 || uses.duplicated || self.region.is_exported() {
             return None;
         }
@@ -135,7 +130,7 @@ impl BufferRef {
     /// [`BufferSlice::with_bytes`](crate::BufferSlice::with_bytes) lends bytes of it.
     pub fn export(&self) -> Result<BorrowedFd<'_>, Error> {
         // Under this lock no thread borrows the bytes, and none will once the memory counts as exported.
-        let uses = self.0.uses();
+        let uses = lock(&self.0.uses);
         if uses.borrows > 0 {
             return Err(Error::Borrowed);
         }
@@ -151,13 +146,13 @@ impl BufferRef {
     pub(crate) fn admit_writer(&self) {
         let returned = &self.0.returned;
         let mut uses =
-            returned.wait_while(self.0.uses(), |uses| uses.borrows > 0).unwrap_or_else(PoisonError::into_inner);
+            returned.wait_while(lock(&self.0.uses), |uses| uses.borrows > 0).unwrap_or_else(PoisonError::into_inner);
         uses.writers += 1;
     }
 
     /// Counts one such mapping less. Called after the device can no longer write.
     pub(crate) fn retire_writer(&self) {
-        self.0.uses().writers -= 1;
+        lock(&self.0.uses).writers -= 1;
     }
 
     #[inline]
@@ -166,8 +161,4 @@ impl BufferRef {
     }
 }
 
-impl std::fmt::Debug for BufferRef {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "BufferRef({} bytes)", self.len())
-    }
-}
+debug_as!(BufferRef, |it| "BufferRef({} bytes)", it.len());

@@ -13,7 +13,7 @@ use crate::sys::{Region, page};
 
 /// Something belongs to the process that made it, of which this one is a fork.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("the device belongs to process {made_by}, of which this one, {}, is a fork: open it again here", process_id())]
+#[error("it belongs to process {made_by}, of which this one, {}, is a fork: open it again here", process_id())]
 pub struct Forked {
     /// The process that made it.
     pub made_by: u32,
@@ -112,7 +112,7 @@ mod tests {
         drop(own);
         let others = OfProcess { made_by: 1, value: Some(Value(&drops)) };
         let error = others.check().unwrap_err();
-        assert!(error.to_string().starts_with("the device belongs to process 1, of which this one, "), "{error}");
+        assert!(error.to_string().starts_with("it belongs to process 1, of which this one, "), "{error}");
         drop(others);
         assert_eq!(drops.get(), 2, "only that of another process stays");
     }

@@ -167,11 +167,7 @@ impl Drop for Pinned {
     }
 }
 
-impl std::fmt::Debug for Pinned {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pinned").field("buffer", &self.buffer).finish_non_exhaustive()
-    }
-}
+debug_as!(Pinned, |it| "Pinned {{ buffer: {:?}, .. }}", it.buffer);
 
 /// A buffer that the device can reach at contiguous IOVAs. Unmaps, then unpins, on drop.
 #[derive(Debug)]

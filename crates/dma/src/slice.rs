@@ -187,11 +187,7 @@ impl BufferRef {
     }
 }
 
-impl std::fmt::Debug for BufferSlice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "BufferSlice({}..{})", self.offset, self.offset + self.len)
-    }
-}
+debug_as!(BufferSlice, |it| "BufferSlice({}..{})", it.offset, it.offset + it.len);
 
 #[cfg(test)]
 mod tests {

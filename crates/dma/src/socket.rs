@@ -1,14 +1,80 @@
-//! Messages with descriptors over Unix sockets, from peers that are not trusted.
+//! Unix sockets for peers that are not trusted: at a path, and messages with descriptors.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
 
+use rustix::fs::{FileType, Mode, OFlags, Stat, fstat, lstat, unlink};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
 };
+
+/// The file of a socket, which is removed on drop, unless another one has taken its path.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    /// Device and inode.
+    file: (u64, u64),
+}
+
+impl SocketFile {
+    /// Creates a socket of this type, for which `listen` is still to be called, at a path with this file mode. Replaces
+    /// a socket at which no process listens any more.
+    ///
+    /// # Errors
+    /// `EADDRINUSE` where a process listens, `EEXIST` where another file is; the kernel's.
+    pub fn bind(path: &Path, kind: SocketType, mode: Mode) -> Result<(OwnedFd, Self), Errno> {
+        let make = || socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
+        let (socket, address) = (make()?, SocketAddrUnix::new(path)?);
+        // Set the mode before the socket has a name, so that it is never too permissive.
+        rustix::fs::fchmod(&socket, mode)?;
+        match rustix::net::bind(&socket, &address) {
+            Err(Errno::ADDRINUSE) => {
+                // Connecting to a file that is no socket fails with ECONNREFUSED too.
+                check_socket(&lstat(path)?)?;
+                // Non-blocking: a listener whose backlog is full answers EAGAIN.
+                let probe = make()?;
+                rustix::io::ioctl_fionbio(&probe, true)?;
+                match rustix::net::connect(probe, &address) {
+                    Err(Errno::CONNREFUSED) => {}
+                    Ok(()) | Err(Errno::AGAIN) => return Err(Errno::ADDRINUSE),
+                    Err(e) => return Err(e),
+                }
+                unlink(path)?;
+                rustix::net::bind(&socket, &address)?;
+            }
+            other => other?,
+        }
+        // Restore the bits that the umask cleared.
+        let file = set_mode(path, mode)?;
+        Ok((socket, Self { path: path.to_owned(), file }))
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.file) {
+            let _ = unlink(&self.path);
+        }
+    }
+}
+
+fn check_socket(stat: &Stat) -> Result<(), Errno> {
+    if FileType::from_raw_mode(stat.st_mode) == FileType::Socket { Ok(()) } else { Err(Errno::EXIST) }
+}
+
+/// Sets the mode of a socket, through no symbolic link: somebody may have put one there in its place. Returns the
+/// device and inode.
+fn set_mode(path: &Path, mode: Mode) -> Result<(u64, u64), Errno> {
+    let file = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    let stat = fstat(&file)?;
+    check_socket(&stat)?;
+    rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), mode)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
 
 /// Most descriptors that the kernel passes in one message (SCM_MAX_FD): with room for all, the kernel closes none.
 const MOST: usize = 253;
@@ -57,4 +123,28 @@ pub fn send_with_fds(
         return Err(Errno::TOOMANYREFS);
     }
     retry_on_intr(|| sendmsg(&socket, &[IoSlice::new(bytes)], &mut control, flags | SendFlags::NOSIGNAL))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mode_is_set_through_no_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let (victim, link) = (folder.path().join("victim"), folder.path().join("link"));
+        std::fs::write(&victim, "").unwrap();
+        let mode = || std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&victim).unwrap().permissions());
+        let before = mode();
+        std::os::unix::fs::symlink(&victim, &link).unwrap();
+        for path in [&victim, &link] {
+            assert_eq!(set_mode(path, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
+        }
+        assert_eq!(mode(), before);
+        // Not even one to a socket.
+        let (socket, link) = (folder.path().join("socket"), folder.path().join("to-socket"));
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        std::os::unix::fs::symlink(&socket, &link).unwrap();
+        assert_eq!(set_mode(&link, Mode::from_bits_truncate(0o777)), Err(Errno::EXIST));
+    }
 }

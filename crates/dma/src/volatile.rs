@@ -222,11 +222,7 @@ impl<'a> VolatileSlice<'a> {
     }
 }
 
-impl std::fmt::Debug for VolatileSlice<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "VolatileSlice({} bytes)", self.len)
-    }
-}
+debug_as!(VolatileSlice<'_>, |it| "VolatileSlice({} bytes)", it.len);
 
 #[cfg(test)]
 mod tests {

@@ -3,21 +3,21 @@
 use std::fs;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_card::regs;
+use dmalane_dma::{SocketFile, lock};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_sim::{CardConfig, CardMemory, SoftCard};
 use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
-use rustix::io::ReadWriteFlags;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::io::{Errno, ReadWriteFlags};
+use rustix::net::SocketType;
 use thiserror::Error;
 
 use crate::config_space::{Bar, COMMAND, COMMAND_MASTER, COMMAND_MEMORY, CONFIG_LEN, ConfigSpace};
@@ -67,9 +67,7 @@ pub enum CardServerError {
 /// are sealed against shrinking, as QEMU's are.
 pub struct CardServer {
     listener: UnixListener,
-    path: PathBuf,
-    /// Device and inode of the socket file.
-    file: Option<(u64, u64)>,
+    _file: SocketFile,
     config: CardConfig,
 }
 
@@ -90,14 +88,10 @@ impl CardServer {
     pub fn bind(path: &Path, config: CardConfig) -> Result<Self, CardServerError> {
         // Check the configuration now, not when a client is waiting.
         drop(CardModel::new(config, &ClientMemory::new())?);
-        let listen = |source| CardServerError::Listen { path: path.to_owned(), source };
-        let left = fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
-        if left && UnixStream::connect(path).is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused) {
-            fs::remove_file(path).map_err(listen)?;
-        }
-        let listener = private_listener(path).map_err(listen)?;
-        let file = file_at(path);
-        Ok(Self { listener, path: path.to_owned(), file, config })
+        let listen = |source: Errno| CardServerError::Listen { path: path.to_owned(), source: source.into() };
+        let (listener, file) = SocketFile::bind(path, SocketType::STREAM, Mode::RUSR | Mode::WUSR).map_err(listen)?;
+        rustix::net::listen(&listener, 16).map_err(listen)?;
+        Ok(Self { listener: listener.into(), _file: file, config })
     }
 
     /// Waits for a client.
@@ -122,29 +116,6 @@ impl CardClient<'_> {
     }
 }
 
-impl Drop for CardServer {
-    fn drop(&mut self) {
-        // Another server may have taken the path since.
-        if self.file.is_some() && file_at(&self.path) == self.file {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Device and inode of a file.
-fn file_at(path: &Path) -> Option<(u64, u64)> {
-    fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
-}
-
-/// Listens at a path, to which only this user may ever connect: `bind` creates the file with the mode of the socket.
-fn private_listener(path: &Path) -> io::Result<UnixListener> {
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    rustix::net::listen(&socket, 16)?;
-    Ok(socket.into())
-}
-
 /// The eventfds of a client, one for each channel.
 #[derive(Clone)]
 struct Events(Arc<Mutex<Vec<Vector>>>);
@@ -157,17 +128,13 @@ struct Vector {
 }
 
 impl Events {
-    fn lock(&self) -> MutexGuard<'_, Vec<Vector>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Raises the interrupt of a channel.
     ///
     /// The write may block: `O_NONBLOCK` is a flag of the file, which the client shares and may clear at any time, and
     /// no other call raises an eventfd. So only a channel's worker calls this, without locks that the server needs, and
     /// [`Events::release`] unblocks it.
     fn raise(&self, channel: usize) {
-        let event = self.lock().get_mut(channel).and_then(|vector| {
+        let event = lock(&self.0).get_mut(channel).and_then(|vector| {
             vector.raising = vector.event.clone();
             vector.raising.clone()
         });
@@ -176,7 +143,7 @@ impl Events {
         if has_room(&event) {
             let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
         }
-        if let Some(vector) = self.lock().get_mut(channel) {
+        if let Some(vector) = lock(&self.0).get_mut(channel) {
             vector.raising = None;
         }
     }
@@ -184,7 +151,7 @@ impl Events {
     /// Drains the full eventfds to which a channel may be writing; true while a channel may still be blocked. A client
     /// that reads its eventfds has no full ones.
     fn release(&self) -> bool {
-        let raising: Vec<_> = self.lock().iter().filter_map(|vector| vector.raising.clone()).collect();
+        let raising: Vec<_> = lock(&self.0).iter().filter_map(|vector| vector.raising.clone()).collect();
         for event in raising.iter().filter(|event| !has_room(event)) {
             // Offset -1, since an eventfd has no position. This call never blocks, whatever the flag.
             let mut count = [0; 8];
@@ -219,7 +186,7 @@ struct CardModel {
 impl Drop for CardModel {
     /// Unblocks the workers, which the card's drop then joins.
     fn drop(&mut self) {
-        self.events.lock().iter_mut().for_each(|vector| vector.event = None);
+        lock(&self.events.0).iter_mut().for_each(|vector| vector.event = None);
         while self.events.release() {
             std::thread::sleep(Duration::from_micros(50));
         }
@@ -348,11 +315,11 @@ impl ServedDevice for CardModel {
     }
 
     fn interrupts(&self) -> u32 {
-        self.events.lock().len() as u32
+        lock(&self.events.0).len() as u32
     }
 
     fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>) {
-        let mut vectors = self.events.lock();
+        let mut vectors = lock(&self.events.0);
         for (vector, event) in vectors.iter_mut().skip(first as usize).zip(events) {
             vector.event = event.filter(is_eventfd).map(Arc::new);
         }
@@ -415,11 +382,11 @@ mod tests {
             model.set_interrupts(0, vec![Some(full.try_clone().unwrap())]);
             model.events.raise(0);
             let events = model.events.clone();
-            let event = events.lock()[0].event.clone().unwrap();
-            events.lock()[0].raising = Some(event.clone());
+            let event = lock(&events.0)[0].event.clone().unwrap();
+            lock(&events.0)[0].raising = Some(event.clone());
             let worker = std::thread::spawn(move || {
                 rustix::io::write(&*event, &1u64.to_ne_bytes()).unwrap();
-                events.lock()[0].raising = None;
+                lock(&events.0)[0].raising = None;
             });
             std::thread::sleep(Duration::from_millis(20));
             assert!(!worker.is_finished(), "it blocks");

@@ -7,8 +7,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+use dmalane_dma::lock;
 use rustix::fs::{Mode as Permissions, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -38,7 +39,7 @@ impl Drop for Shared {
 
 impl Shared {
     fn close(&self) {
-        if locked(&self.open).take().is_some() && self.named {
+        if lock(&self.open).take().is_some() && self.named {
             COUNT.fetch_sub(1, Ordering::Relaxed);
         }
     }
@@ -68,10 +69,6 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 fn most() -> usize {
     static MOST: OnceLock<usize> = OnceLock::new();
     *MOST.get_or_init(|| (getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / 4).clamp(16, 4096) as usize)
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl FileHandle {
@@ -121,7 +118,7 @@ impl FileHandle {
     /// # Errors
     /// The kernel's; `ESTALE` if another file has its name by now, or it was changed.
     pub fn file(&self) -> io::Result<Arc<File>> {
-        let mut open = locked(&self.0.open);
+        let mut open = lock(&self.0.open);
         if let Some(Opened { file, .. }) = &*open {
             return Ok(file.clone());
         }
@@ -138,7 +135,7 @@ impl FileHandle {
     /// The same file, opened for direct I/O.
     pub(crate) fn direct(&self) -> io::Result<Arc<File>> {
         let file = self.file()?;
-        let mut open = locked(&self.0.open);
+        let mut open = lock(&self.0.open);
         if let Some(direct) = open.as_ref().and_then(|opened| opened.direct.clone()) {
             return Ok(direct);
         }
@@ -155,7 +152,7 @@ impl FileHandle {
     /// # Errors
     /// The kernel's.
     pub fn metadata(&self) -> io::Result<Metadata> {
-        let file = locked(&self.0.open).as_ref().map(|opened| opened.file.clone());
+        let file = lock(&self.0.open).as_ref().map(|opened| opened.file.clone());
         file.map_or_else(|| std::fs::metadata(self.path()), |file| file.metadata())
     }
 
@@ -183,7 +180,7 @@ impl FileHandle {
             return;
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
-        let mut open = locked(&OPEN);
+        let mut open = lock(&OPEN);
         if open.len() > 2 * most() {
             open.retain(|shared| shared.strong_count() > 0);
         }
@@ -197,7 +194,7 @@ impl FileHandle {
 fn close_down_to(most: usize) {
     while COUNT.load(Ordering::Relaxed) > most {
         // Dropped without the lock, as are files whose last handle this is.
-        let Some(first) = locked(&OPEN).pop_front() else { return };
+        let Some(first) = lock(&OPEN).pop_front() else { return };
         if let Some(shared) = first.upgrade() {
             shared.close();
         }
@@ -217,7 +214,7 @@ fn again_with_room<T>(open: impl Fn() -> io::Result<T>) -> io::Result<T> {
 
 impl std::fmt::Debug for FileHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let open = locked(&self.0.open).is_some();
+        let open = lock(&self.0.open).is_some();
         f.debug_struct("FileHandle").field("path", &self.path()).field("open", &open).finish()
     }
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
+use dmalane_dma::lock;
 use dmalane_queue::{Capabilities, Completion, Limits, OpError, Operation, Queue, QueueState, Refused, Ticket};
 use rustix::io::Errno;
 
@@ -94,7 +95,7 @@ impl FileQueue {
             Io::Uring if source.nonblocking => return Err(refused(Fallback::NonBlocking)),
             Io::Uring if fuse => return Err(refused(Fallback::Fuse)),
             Io::Uring => {
-                reads.lock().need_ring(options.depth).map_err(refused)?;
+                lock(&reads.0).need_ring(options.depth).map_err(refused)?;
                 Some(Via::Ring)
             }
             Io::Auto | Io::Pread => None,
@@ -109,7 +110,7 @@ impl FileQueue {
                 .chain(source.nonblocking.then_some(Fallback::NonBlocking))
                 .collect(),
         };
-        let number = reads.lock().number();
+        let number = lock(&reads.0).number();
         Ok(Self {
             source,
             held: None,
@@ -132,10 +133,10 @@ impl FileQueue {
     /// Reads through the ring that these queues share, or their threads. For a queue that has read nothing yet.
     #[must_use]
     pub fn sharing(mut self, reads: &SharedReads) -> Self {
-        let has_ring = self.via.is_none() || reads.lock().need_ring(self.options.depth).is_ok();
+        let has_ring = self.via.is_none() || lock(&reads.0).need_ring(self.options.depth).is_ok();
         if self.state.accepted() == 0 && has_ring {
-            self.reads.lock().forget(self.number);
-            (self.number, self.reads) = (reads.lock().number(), reads.clone());
+            lock(&self.reads.0).forget(self.number);
+            (self.number, self.reads) = (lock(&reads.0).number(), reads.clone());
         }
         self
     }
@@ -227,12 +228,12 @@ impl FileQueue {
     /// cache, or, if `direct` says so, any read through it.
     fn push(&mut self, direct: bool) -> Option<Request> {
         let via = self.via?;
-        while self.reads.lock().has_room(via, self.options.depth) {
+        while lock(&self.reads.0).has_room(via, self.options.depth) {
             let read = self.next_read()?;
             if read.ask == Ask::ReadCached || direct && !read.direct {
                 return Some(read);
             }
-            let mut reads = self.reads.lock();
+            let mut reads = lock(&self.reads.0);
             match reads.push(via, read) {
                 Ok(()) => self.out += 1,
                 Err(read) => self.again.push_front(read),
@@ -256,7 +257,7 @@ impl FileQueue {
     /// Submits the reads in the ring, and waits for the given time.
     fn enter(&mut self, wait: Option<Duration>) {
         let Some(via) = self.via else { return };
-        let entered = self.reads.lock().enter(via, wait);
+        let entered = lock(&self.reads.0).enter(via, wait);
         if let Err(reason) = entered {
             self.give_up(reason);
         }
@@ -270,7 +271,7 @@ impl FileQueue {
 
     fn reap(&mut self, done: &mut Vec<Completion<FileOffset>>) {
         while self.out > 0 {
-            let Some((read, result)) = self.reads.lock().reap(self.number) else { return };
+            let Some((read, result)) = lock(&self.reads.0).reap(self.number) else { return };
             self.out -= 1;
             self.settle(read, result, done);
         }
@@ -349,7 +350,7 @@ impl FileQueue {
             return;
         }
         if self.how.uring {
-            match self.reads.lock().need_ring(self.options.depth) {
+            match lock(&self.reads.0).need_ring(self.options.depth) {
                 Ok(()) => return self.via = Some(Via::Ring),
                 Err(reason) => {
                     self.how.uring = false;
@@ -359,7 +360,7 @@ impl FileQueue {
         }
         // What is cached is copied by this thread, whose processor then has it in its cache.
         if self.options.io == Io::Auto && self.options.mode != Mode::Buffered {
-            self.via = self.reads.lock().need_threads(self.options.depth).then_some(Via::Threads);
+            self.via = lock(&self.reads.0).need_threads(self.options.depth).then_some(Via::Threads);
         }
     }
 }
@@ -436,7 +437,7 @@ impl Queue for FileQueue {
             }
             // Sleep only when the kernel has all that it can be given.
             let fed = self.again.is_empty() && self.ops.iter().all(|op| op.rest().is_none());
-            let mut reads = self.reads.lock();
+            let mut reads = lock(&self.reads.0);
             let entered = match (reads.has_ended(self.number), self.via) {
                 (Some(true), _) => Ok(()),
                 (Some(false), _) => return 0,
@@ -457,15 +458,11 @@ impl Queue for FileQueue {
 
 impl Drop for FileQueue {
     fn drop(&mut self) {
-        self.reads.lock().forget(self.number);
+        lock(&self.reads.0).forget(self.number);
     }
 }
 
-impl std::fmt::Debug for FileQueue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileQueue({}: {}, {} in flight)", self.path().display(), self.how, self.ops.len())
-    }
-}
+dmalane_dma::debug_as!(FileQueue, |it| "FileQueue({}: {}, {} in flight)", it.path().display(), it.how, it.ops.len());
 
 #[cfg(test)]
 mod tests {
@@ -568,7 +565,7 @@ mod tests {
             let _ticket = queue.submit(read_of(0, LEN)).unwrap();
         }
         queue.poll(&mut done);
-        queue.reads.lock().ring().unwrap().fail_enter = true;
+        lock(&queue.reads.0).ring().unwrap().fail_enter = true;
         done.extend(drain(&mut queue, LONG));
         assert_eq!(done.len(), 3);
         for c in done {

@@ -1,8 +1,10 @@
 //! The kernel's side of file queues: a ring, or threads in its place, for one queue or for several.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+use dmalane_dma::lock;
 
 use crate::Fallback;
 use crate::error::errno;
@@ -15,7 +17,7 @@ use crate::workers::{Short, Workers};
 /// Made by the first queue that needs it. While one queue waits for the kernel, the others of it wait too, so that it
 /// is for queues that one thread uses. What is read for a queue that was dropped ends before the last queue is.
 #[derive(Clone, Default)]
-pub struct SharedReads(Arc<Mutex<Reads>>);
+pub struct SharedReads(pub(crate) Arc<Mutex<Reads>>);
 
 /// The carrier of a queue's reads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,15 +40,9 @@ pub(crate) struct Reads {
     unreaped: usize,
 }
 
-impl SharedReads {
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Reads> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl std::fmt::Debug for SharedReads {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let reads = self.lock();
+        let reads = lock(&self.0);
         let (queues, in_flight) = (reads.ended.len(), reads.ring.as_ref().map_or(0, Ring::busy));
         f.debug_struct("SharedReads").field("queues", &queues).field("in_flight", &in_flight).finish_non_exhaustive()
     }

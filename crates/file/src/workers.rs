@@ -3,9 +3,11 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use dmalane_dma::lock;
 
 use crate::ring::{self, Ask, Request};
 
@@ -73,7 +75,7 @@ impl Workers {
 
     /// Takes a request.
     pub fn push(&mut self, request: Request) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.todo.push_back(request);
         let wanted = state.todo.len() + state.calls;
         drop(state);
@@ -90,24 +92,24 @@ impl Workers {
 
     /// Requests that have not been taken back or reaped.
     pub fn busy(&self) -> usize {
-        let state = self.shared.lock();
+        let state = lock(&self.shared.state);
         state.todo.len() + state.calls + state.ended.len()
     }
 
     /// The next request that has ended, with the result of its last call: bytes, or a negative error number. Where
     /// short ones go on, either nothing is left to be moved, or the result says why something is.
     pub fn reap(&self) -> Option<(Request, i32)> {
-        self.shared.lock().ended.pop_front()
+        lock(&self.shared.state).ended.pop_front()
     }
 
     /// Takes back the requests that no thread has in a call.
     pub fn take_back(&self) -> Vec<Request> {
-        self.shared.lock().todo.drain(..).collect()
+        lock(&self.shared.state).todo.drain(..).collect()
     }
 
     /// Waits until something has ended or the time is over; not at all when there are no requests.
     pub fn wait(&self, timeout: Duration) {
-        let state = self.shared.lock();
+        let state = lock(&self.shared.state);
         let idle = |s: &mut State| s.ended.is_empty() && (s.calls > 0 || !s.todo.is_empty());
         // A panic elsewhere leaves the state consistent; whether the wait timed out shows in what there is to reap.
         let _ = self.shared.ended.wait_timeout_while(state, timeout, idle);
@@ -115,12 +117,8 @@ impl Workers {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn run(&self) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         loop {
             if state.quit {
                 return;
@@ -136,7 +134,7 @@ impl Shared {
                 Ask::Write => ring::pwrite_from(&request.file, request.rest(), request.next()),
                 Ask::Read | Ask::ReadCached => ring::pread_into(&request.file, request.rest(), request.next()),
             };
-            state = self.lock();
+            state = lock(&self.state);
             (state.calls, state.bytes) = (state.calls - 1, state.bytes - bytes);
             let left = request.rest().len();
             let moved = usize::try_from(result).unwrap_or(0);
@@ -159,7 +157,7 @@ impl Shared {
 impl Drop for Workers {
     fn drop(&mut self) {
         let deadline = Instant::now() + DROP_TIMEOUT;
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.quit = true;
         state.todo.clear();
         self.shared.work.notify_all();

@@ -1,8 +1,7 @@
 //! The device's side: one address, translated as an MMU does it.
 
-use core::fmt;
-
 use dmalane_addr::{Access, PageSize};
+use thiserror::Error;
 
 use crate::format::{Kind, MAX_LEVELS, index, shift};
 use crate::{Entry, Foreign, Format, slots};
@@ -19,35 +18,29 @@ pub struct Walked {
 }
 
 /// Why a walk stopped.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum FaultKind {
     /// The entry is not valid.
+    #[error("no mapping")]
     NotPresent,
     /// The entry is valid, and nothing that the format has: it is reserved at its level, grants nothing to anybody, or
     /// is of a kind that is not read here.
+    #[error("an entry that is valid, but not understood")]
     NotUnderstood,
     /// There is a leaf, but all levels together grant nothing to an access of this kind.
+    #[error("no permission")]
     Denied,
     /// An entry that cannot be fetched: the memory refused its address.
+    #[error("a table that cannot be read")]
     BadTable,
     /// The input address has more bits than the format translates.
+    #[error("an address beyond the format's range")]
     OutOfRange,
 }
 
-impl fmt::Display for FaultKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NotPresent => "no mapping",
-            Self::NotUnderstood => "an entry that is valid, but not understood",
-            Self::Denied => "no permission",
-            Self::BadTable => "a table that cannot be read",
-            Self::OutOfRange => "an address beyond the format's range",
-        })
-    }
-}
-
 /// A translation fault.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("translation fault at {at:#x}, level {level}: {kind}")]
 pub struct WalkFault {
     /// The input address.
     pub at: u64,
@@ -55,14 +48,6 @@ pub struct WalkFault {
     pub level: u32,
     /// Why.
     pub kind: FaultKind,
-}
-
-impl core::error::Error for WalkFault {}
-
-impl fmt::Display for WalkFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "translation fault at {:#x}, level {}: {}", self.at, self.level, self.kind)
-    }
 }
 
 /// Translates input address `at` by the tables below the one at `root`, for an unprivileged access, as those of devices

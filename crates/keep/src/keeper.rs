@@ -107,7 +107,7 @@ impl Keeper {
     /// # Errors
     /// [`KeeperError`].
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), KeeperError> {
-        let Some(socket) = listener.socket() else { return Ok(()) };
+        let socket = listener.socket();
         rustix::io::ioctl_fionbio(socket, true)?;
         pass_rights(socket, true);
         let mut rest = None::<Instant>;

@@ -183,7 +183,7 @@ fn next(socket: &OwnedFd) -> Option<(String, OwnedFd)> {
 /// # Errors
 /// The kernel's.
 pub fn hold(listener: &Listener) -> std::io::Result<()> {
-    let Some(socket) = listener.socket() else { return Ok(()) };
+    let socket = listener.socket();
     let mut held: Vec<(String, OwnedFd)> = Vec::new();
     loop {
         let keeper = match accept_with(socket, SocketFlags::CLOEXEC) {

@@ -613,11 +613,7 @@ impl OpenDevice {
     }
 }
 
-impl std::fmt::Debug for OpenDevice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OpenDevice").field("info", &self.info).field("memory", &self.memory).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(OpenDevice, |it| "OpenDevice {{ info: {:?}, memory: {:?}, .. }}", it.info, it.memory);
 
 #[cfg(test)]
 mod tests {

@@ -26,7 +26,6 @@ pub mod fill;
 mod input;
 pub mod kept;
 mod layout;
-mod lock;
 mod manifest;
 mod model;
 mod open_file;

@@ -169,11 +169,7 @@ impl OpenFile {
     }
 }
 
-impl std::fmt::Debug for OpenFile {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OpenFile").field("handle", &self.handle).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(OpenFile, |it| "OpenFile {{ handle: {:?}, .. }}", it.handle);
 
 /// The kernel's name of an open file.
 pub(crate) fn name(file: &File) -> PathBuf {

@@ -7,13 +7,13 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLManagedTensor, DLManagedTensorVersioned};
 use dlpark::metadata::Dynamic;
 use dlpark::python::{DlpackExporter, ExportAbi, ExportRequest, export_dlpack};
 use dlpark::{DlpackFlags, Managed, ManagedTensorBase, OpaqueContext};
-use dmalane::dma::{AnonHeap, Heap, PageKind, SharedBuf};
+use dmalane::dma::{AnonHeap, Heap, PageKind, SharedBuf, lock};
 use dmalane::load::container::element_bits;
 use dmalane::load::{Block, HostTensor, model_heap};
 use pyo3::exceptions::{PyBufferError, PyValueError};
@@ -41,13 +41,9 @@ impl BlockSlice {
         Self { block: Mutex::new(Some(block)), offset, len, exports: AtomicUsize::new(0) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<Block>>> {
-        self.block.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The block, unless it was released.
     pub(crate) fn block(&self) -> Result<Arc<Block>, Failure> {
-        self.lock().clone().ok_or_else(|| Failure::new("ClosedError", "its memory was released"))
+        lock(&self.block).clone().ok_or_else(|| Failure::new("ClosedError", "its memory was released"))
     }
 
     pub(crate) fn offset(&self) -> usize {
@@ -64,7 +60,7 @@ impl BlockSlice {
 
     /// Lets go of the block; refused while Python has buffers of it.
     fn release(&self) -> PyResult<()> {
-        let mut block = self.lock();
+        let mut block = lock(&self.block);
         match self.exports.load(Ordering::Acquire) {
             0 => {
                 *block = None;
@@ -94,7 +90,7 @@ impl BlockSlice {
             return Err(PyBufferError::new_err("no view to fill"));
         }
         // The lock is held until the buffer is counted, so that `release` cannot come between.
-        let guard = self.lock();
+        let guard = lock(&self.block);
         let Some(block) = &*guard else {
             // SAFETY: not null (above); CPython demands a null `obj` of a request that fails.
             unsafe { (*view).obj = std::ptr::null_mut() };
@@ -394,7 +390,7 @@ host_memory!(Tensor {
 
     #[getter]
     fn released(&self) -> bool {
-        self.slice.lock().is_none()
+        lock(&self.slice.block).is_none()
     }
 
     /// How `pickle` and `copy` make another: a copy of the bytes.

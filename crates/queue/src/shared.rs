@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use dmalane_dma::lock;
+
 use crate::{
     Cancelled, Capabilities, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused,
     StopReason, Ticket,
@@ -167,11 +169,6 @@ impl<A> Pending<A> {
     fn first(&self) -> u64 {
         self.next - self.operations.len() as u64
     }
-}
-
-/// The state is consistent after a panic elsewhere: every operation is in one place.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
@@ -714,11 +711,7 @@ impl<Q: Queue> std::fmt::Debug for SharedQueue<Q> {
     }
 }
 
-impl<Q: Queue> std::fmt::Debug for SharedHandle<Q> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SharedHandle({} in flight)", self.in_flight)
-    }
-}
+dmalane_dma::debug_as!(SharedHandle<Q>, [Q: Queue], |it| "SharedHandle({} in flight)", it.in_flight);
 
 #[cfg(test)]
 mod tests {

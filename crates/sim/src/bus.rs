@@ -101,11 +101,7 @@ impl<F: Format, M: Format> Mmio for SoftBus<F, M> {
     }
 }
 
-impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SoftBus").field("card", &self.card).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(SoftBus<F, M>, [F: Format, M: Format], |it| "SoftBus {{ card: {:?}, .. }}", it.card);
 
 /// The card's interrupts: one line, pending until somebody has waited for it.
 #[derive(Default)]

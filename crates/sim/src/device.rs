@@ -197,11 +197,7 @@ impl<M, F: Format> Drop for SoftCard<M, F> {
     }
 }
 
-impl<M, F: Format> std::fmt::Debug for SoftCard<M, F> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SoftCard").field("memory", &self.core.inside.memory).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(SoftCard<M, F>, [M, F: Format], |it| "SoftCard {{ memory: {:?}, .. }}", it.core.inside.memory);
 
 impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
@@ -292,9 +288,8 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
 
     /// Which channel's register lies at an offset, and which register it is.
     fn channel(&self, offset: u64) -> Option<(&Channel<M>, u64)> {
-        let offset = offset.checked_sub(regs::CHANNEL_BASE)?;
-        let channel = self.channels.get(usize::try_from(offset / regs::CHANNEL_STRIDE).ok()?)?;
-        Some((channel, offset % regs::CHANNEL_STRIDE))
+        let (channel, register) = regs::channel_at(offset)?;
+        Some((self.channels.get(channel)?, register))
     }
 }
 

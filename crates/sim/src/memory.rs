@@ -209,11 +209,7 @@ impl CardMemory {
     }
 }
 
-impl std::fmt::Debug for CardMemory {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CardMemory").field("ddr", &self.ddr.span).field("hbm", &self.hbm.span).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(CardMemory, |it| "CardMemory {{ ddr: {:?}, hbm: {:?}, .. }}", it.ddr.span, it.hbm.span);
 
 /// Card memory for many accesses in a row: the block of 2 MiB that was used last is at hand.
 pub(crate) struct Block<'m> {

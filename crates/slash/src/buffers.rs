@@ -5,10 +5,10 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use dmalane_device::NoIommu;
-use dmalane_dma::{DriverHeap, Error as DmaError};
+use dmalane_dma::{DriverHeap, Error as DmaError, lock};
 
 use crate::Error;
 use crate::abi::{self, halves};
@@ -29,7 +29,7 @@ pub fn quarantined_bytes() -> u64 {
 
 /// Leaks memory: it is never freed.
 pub(crate) fn quarantine(memory: impl Any + Send, bytes: u64) {
-    QUARANTINED.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(memory));
+    lock(&QUARANTINED).push(Box::new(memory));
     QUARANTINED_BYTES.fetch_add(bytes, Ordering::Relaxed);
 }
 
@@ -79,7 +79,7 @@ impl Buffers {
 
     /// The file of the buffer that holds these bytes of this process, and the offset there.
     pub(crate) fn find(&self, address: usize, len: usize) -> Option<(RawFd, u64)> {
-        let live = self.live.lock();
+        let live = lock(&self.live.0);
         let (first, (whole, file)) = live.range(..=address).next_back()?;
         let offset = address - first;
         (offset.checked_add(len)? <= *whole).then_some((*file, offset as u64))

@@ -1,8 +1,10 @@
 //! An open card: the driver's calls as methods.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use dmalane_dma::lock;
 
 use crate::Error;
 use crate::abi::{self, PairOp};
@@ -96,12 +98,8 @@ impl Added {
         self.card.kernel.call(&self.card.door, Request::PairOp, &mut words).map(drop)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn start(&self) -> io::Result<()> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if *state != State::Running {
             self.op(PairOp::Start)?;
             *state = State::Running;
@@ -110,7 +108,7 @@ impl Added {
     }
 
     fn stop(&self) -> io::Result<()> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if *state == State::Running {
             let begun = Instant::now();
             self.op(PairOp::Stop)?;

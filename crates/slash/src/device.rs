@@ -251,11 +251,7 @@ impl Device for SlashDevice {
     }
 }
 
-impl fmt::Debug for SlashDevice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "SlashDevice({})", self.info.pci.as_deref().unwrap_or("unknown PCI address"))
-    }
-}
+dmalane_dma::debug_as!(SlashDevice, |it| "SlashDevice({})", it.info.pci.as_deref().unwrap_or("unknown PCI address"));
 
 #[cfg(test)]
 mod tests {

@@ -228,8 +228,4 @@ impl Drop for SlashQueue {
     }
 }
 
-impl std::fmt::Debug for SlashQueue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SlashQueue({} in flight)", self.in_flight())
-    }
-}
+dmalane_dma::debug_as!(SlashQueue, |it| "SlashQueue({} in flight)", it.in_flight());

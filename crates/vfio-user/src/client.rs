@@ -8,13 +8,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{
     self as dma, BufferRef, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf,
-    Undo, VolatileSlice,
+    Undo, VolatileSlice, lock,
 };
 use serde_json::Value;
 use vfio_bindings::bindings::vfio as abi;
@@ -287,10 +287,6 @@ impl Undo for Inner {
     }
 
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl UserBus {
@@ -594,11 +590,7 @@ impl Drop for UserBus {
     }
 }
 
-impl std::fmt::Debug for UserBus {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("UserBus").field("regions", &self.regions).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(UserBus, |it| "UserBus {{ regions: {:?}, .. }}", it.regions);
 
 #[cfg(test)]
 mod tests {

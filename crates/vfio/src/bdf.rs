@@ -55,11 +55,7 @@ impl fmt::Display for Bdf {
     }
 }
 
-impl fmt::Debug for Bdf {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{self}")
-    }
-}
+dmalane_dma::debug_as!(Bdf, |it| "{it}");
 
 #[cfg(test)]
 mod tests {

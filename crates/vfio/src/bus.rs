@@ -204,14 +204,7 @@ impl Drop for VfioBus {
     }
 }
 
-impl std::fmt::Debug for VfioBus {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("VfioBus")
-            .field("device", &self.device)
-            .field("interrupts", &self.interrupts().0)
-            .finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(VfioBus, |it| "VfioBus {{ device: {:?}, interrupts: {:?}, .. }}", it.device, it.interrupts().0);
 
 #[cfg(test)]
 mod tests {

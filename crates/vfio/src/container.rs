@@ -5,7 +5,6 @@
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -435,11 +434,7 @@ pub(crate) fn explain(source: io::Error, va: usize, span: Span<Iova>, access: Ac
     }
 }
 
-impl fmt::Debug for VfioContainer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("VfioContainer").field("mapped", &self.mapped_bytes()).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(VfioContainer, |it| "VfioContainer {{ mapped: {:?}, .. }}", it.mapped_bytes());
 
 #[cfg(test)]
 mod tests {

@@ -313,14 +313,7 @@ fn region(index: u32, info: sys::RegionInfo) -> PciRegion {
     }
 }
 
-impl std::fmt::Debug for PciDevice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PciDevice")
-            .field("bdf", &self.bdf())
-            .field("regions", &self.0.regions.len())
-            .finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(PciDevice, |it| "PciDevice {{ bdf: {:?}, regions: {:?}, .. }}", it.bdf(), it.0.regions.len());
 
 #[cfg(test)]
 mod tests {

@@ -6,7 +6,9 @@
 //! configuration space and each reset holds it for writing, and no access meets a BAR that is disabled.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+
+use dmalane_dma::lock;
 
 /// Offsets and bits of a configuration space (PCI Local Bus 3.0, 6.1; PCI Express Base, 7.5): the command register, and
 /// the capabilities that set power states and reset the function.
@@ -98,18 +100,14 @@ impl Gate {
 
     /// Ends the mappings that the kernel has removed: with a reset, or because the device does not respond.
     pub(crate) fn revoke(&self) {
-        self.lock().drain(..).filter_map(|mapping| mapping.upgrade()).for_each(|mapping| mapping.end());
+        lock(&self.revocable).drain(..).filter_map(|mapping| mapping.upgrade()).for_each(|mapping| mapping.end());
     }
 
     /// Registers a mapping that the kernel will remove. The caller holds a guard, so that no reset comes first.
     pub(crate) fn register(&self, mapping: &Arc<Revocable>) {
-        let mut all = self.lock();
+        let mut all = lock(&self.revocable);
         all.retain(|mapping| mapping.strong_count() > 0);
         all.push(Arc::downgrade(mapping));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Weak<Revocable>>> {
-        self.revocable.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::{Access, Iova, Span};
-use dmalane_dma::BufferRef;
+use dmalane_dma::{BufferRef, lock};
 use rustix::io::Errno;
 
 use crate::Error;
@@ -120,7 +120,7 @@ impl Iommufd {
     /// [`Error::PartialUnmap`], and nothing is unmapped, when the span covers a mapping only in part.
     pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
         let (first, last) = (span.first().bits(), span.last().bits());
-        let mut mapped = self.lock();
+        let mut mapped = lock(&self.mapped);
         // The last mapping before the span and the last one in it may cross its ends.
         let cut = |at: Option<(&u64, &u64)>, edge: u64| at.is_some_and(|(_, end)| *end >= edge);
         let beyond = last.checked_add(1);
@@ -148,14 +148,10 @@ impl Iommufd {
 
     /// Maps a span in the kernel and records it.
     fn record(&self, span: Span<Iova>, map: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
-        let mut mapped = self.lock();
+        let mut mapped = lock(&self.mapped);
         map()?;
         mapped.insert(span.first().bits(), span.last().bits());
         Ok(())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
-        self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -183,7 +179,7 @@ mod tests {
         // SAFETY: as above.
         let mapped = unsafe { space.map_dma_buf(space.fd.as_fd(), 0, two, Access::RW) };
         assert_eq!(errno(mapped), Some(Errno::NOTTY));
-        assert!(space.lock().is_empty(), "nothing was mapped");
+        assert!(lock(&space.mapped).is_empty(), "nothing was mapped");
         assert_eq!(errno(space.attach(space.fd.as_fd()).map(drop)), Some(Errno::NOTTY));
         // Half a mapping is refused here, a whole one by the kernel; it stays on the list.
         space.record(two, || Ok(())).unwrap();
@@ -194,6 +190,6 @@ mod tests {
             let refused = space.unmap(whole).unwrap_err();
             assert!(refused.to_string().starts_with("cannot unmap "), "{refused}");
         }
-        assert_eq!(space.lock().len(), 1);
+        assert_eq!(lock(&space.mapped).len(), 1);
     }
 }

@@ -226,11 +226,7 @@ impl Device for VulkanDevice {
     }
 }
 
-impl std::fmt::Debug for VulkanDevice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "VulkanDevice({})", self.gpu())
-    }
-}
+dmalane_dma::debug_as!(VulkanDevice, |it| "VulkanDevice({})", it.gpu());
 
 /// One line about a GPU.
 fn about(info: &GpuInfo) -> String {

@@ -636,11 +636,7 @@ impl Queue for GpuQueue {
     }
 }
 
-impl std::fmt::Debug for GpuQueue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "GpuQueue({} in flight)", self.in_flight())
-    }
-}
+dmalane_dma::debug_as!(GpuQueue, |it| "GpuQueue({} in flight)", it.in_flight());
 
 #[cfg(test)]
 mod tests {

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use dmalane_device::NoIommu;
-use dmalane_dma::{BufferRef, DriverHeap, DriverMemory, Error as DmaError, Heap};
+use dmalane_dma::{BufferRef, DriverHeap, DriverMemory, Error as DmaError, Heap, lock};
 
 use crate::error::Error;
 use crate::gpu::{Buffer, Gpu};
@@ -45,13 +45,9 @@ struct Imports {
 }
 
 impl Imports {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Weak<Buffer>>> {
-        self.own.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The driver's memory that a buffer is made of, and where in it the buffer begins.
     fn own(&self, memory: &BufferRef) -> Option<(Arc<Buffer>, u64)> {
-        let (first, own) = (memory.address(), self.lock());
+        let (first, own) = (memory.address(), lock(&self.own));
         let (start, buffer) = own.range(..=first).next_back()?;
         let (buffer, offset) = (buffer.upgrade()?, (first - start) as u64);
         let inside = offset.checked_add(memory.len() as u64).is_some_and(|end| end <= buffer.len());
@@ -62,7 +58,7 @@ impl Imports {
     fn allocate(&self, len: usize) -> Result<Box<dyn DriverMemory>, Error> {
         let memory = self.gpu.host_memory(len as u64)?;
         let (at, buffer) = (memory.span().0.addr().get(), Arc::downgrade(memory.buffer()));
-        let mut own = self.lock();
+        let mut own = lock(&self.own);
         own.retain(|_, buffer| buffer.strong_count() > 0);
         own.insert(at, buffer);
         Ok(Box::new(memory))

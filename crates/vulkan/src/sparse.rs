@@ -9,11 +9,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, SpaceError, without_tables};
+use dmalane_dma::lock;
 use dmalane_vm::BindRequest;
 
 use crate::error::{CallError, Error};
@@ -210,7 +211,7 @@ impl SparseMap {
                 self.longest()
             ))));
         }
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let free = self.free(&state);
         if asked > free {
             return Err(refused(Error::NoAddresses { len, free, most: self.gpu.info().sparse.unwrap_or(0) }));
@@ -234,10 +235,6 @@ impl SparseMap {
         self.granule
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Nothing is unbound while this is held.
     pub fn stays(&self) -> RwLockReadGuard<'_, ()> {
         self.stays.read().unwrap_or_else(PoisonError::into_inner)
@@ -245,7 +242,7 @@ impl SparseMap {
 
     /// Notes that a submission, which ends when its timeline reaches `value`, uses what is bound.
     pub fn used_until(&self, timeline: &Arc<Timeline>, value: u64) {
-        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut uses = lock(&self.uses);
         // A queue that is gone has ended all that it was given, or keeps its timeline for ever. A foreign buffer may
         // keep a timeline longer: then the entry stays until that buffer is used again.
         uses.retain(|(other, _)| !Arc::ptr_eq(other, timeline) && Arc::strong_count(other) > 1);
@@ -254,7 +251,7 @@ impl SparseMap {
 
     /// Waits until no submission uses what is bound.
     fn unused(&self) -> Result<(), Error> {
-        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut uses = lock(&self.uses);
         for (timeline, value) in &*uses {
             if !timeline.wait(*value, TIMEOUT)? {
                 return Err(CallError { call: "vkWaitSemaphores", result: ash::vk::Result::TIMEOUT }.into());
@@ -266,7 +263,7 @@ impl SparseMap {
 
     /// The last bind, if it may not have happened yet.
     pub fn pending(&self) -> Option<(Arc<Timeline>, u64)> {
-        let last = self.lock().last;
+        let last = lock(&self.state).last;
         let reached = self.timeline.value().is_ok_and(|value| value >= last);
         (!reached).then(|| (self.timeline.clone(), last))
     }
@@ -282,7 +279,7 @@ impl SparseMap {
         writes: bool,
         mut each: impl FnMut(&Arc<Buffer>, u64, CardAddr, u64),
     ) -> Result<(), DeviceVa> {
-        let state = self.lock();
+        let state = lock(&self.state);
         let (first, span) = (va.bits(), Span::new(va, len).ok_or(va)?);
         let window = window_at(&state.windows, first).filter(|window| window.range.covers(&span)).ok_or(va)?;
         let needs = if writes { Access::WRITE } else { Access::READ };
@@ -361,7 +358,7 @@ impl AddressSpace for SparseSpace {
     }
 
     fn room(&self) -> u64 {
-        self.map.free(&self.map.lock()).saturating_sub(LARGE.bytes())
+        self.map.free(&lock(&self.map.state)).saturating_sub(LARGE.bytes())
     }
 
     fn reserve(&mut self, _: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError> {
@@ -370,14 +367,14 @@ impl AddressSpace for SparseSpace {
 
     fn release(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         let first = range.first().bits();
-        if self.map.lock().windows.get(&first).is_none_or(|window| window.range != range) {
+        if lock(&self.map.state).windows.get(&first).is_none_or(|window| window.range != range) {
             return Err(SpaceError::NotReserved(range));
         }
         self.apply(&[BindRequest::Unbind(range)])?;
         // A bind that was sent and not seen to end may still use the buffer.
-        let last = self.map.lock().last;
+        let last = lock(&self.map.state).last;
         self.map.wait(last).map_err(|e| SpaceError::Invalidate(Box::new(e)))?;
-        let mut state = self.map.lock();
+        let mut state = lock(&self.map.state);
         state.doubtful.retain(|(at, _)| !range.contains(DeviceVa::new(*at)));
         // Commands that use the buffer, and ended with an error since, keep it.
         state.windows.remove(&first);
@@ -386,7 +383,7 @@ impl AddressSpace for SparseSpace {
 
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
         let _changes = self.map.stays.write().unwrap_or_else(PoisonError::into_inner);
-        let mut state = self.map.lock();
+        let mut state = lock(&self.map.state);
         let changes = self.changes(&state, requests)?;
         let spans = union(changes.iter());
         let before = state.bound.len();
@@ -411,7 +408,7 @@ impl AddressSpace for SparseSpace {
     }
 
     fn settle(&mut self) -> Result<(), SpaceError> {
-        let last = self.map.lock().last;
+        let last = lock(&self.map.state).last;
         self.map.wait(last).map_err(driver)
     }
 }
@@ -594,7 +591,7 @@ impl SparseMap {
 impl Drop for SparseMap {
     fn drop(&mut self) {
         // The buffers and the memory that is bound to them must not go while a bind is under way.
-        let last = self.lock().last;
+        let last = lock(&self.state).last;
         let ended = self.gpu.check().and_then(|()| self.timeline.wait_despite_errors(last, TIMEOUT));
         // Only a lost device is asked in a way that has no timeout: it answers in finite time.
         if !ended.unwrap_or_else(|_lost| self.gpu.has_bound()) {

@@ -5,12 +5,12 @@
 //! (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 
 use super::{Heap, HeapCapabilities, Reserved};
 use crate::account::{Account, Counters};
 use crate::sys::{HUGE, Home, Recycle, Region, page};
-use crate::{Error, HeapStats, PageBacking, PageKind, process_id};
+use crate::{Error, HeapStats, PageBacking, PageKind, lock, process_id};
 
 /// Smallest buffer that is cut out of a huge page. Smaller reads go through the page cache.
 const SLAB_FROM: usize = 64 << 10;
@@ -66,25 +66,21 @@ impl Pool {
 
     /// Counters since the pool was created.
     pub fn pool_stats(&self) -> PoolStats {
-        self.0.cached().stats
+        lock(&self.0.cached).stats
     }
 
     /// Returns the least recently used buffers to the kernel until at most `bytes` are cached.
     pub fn trim(&self, bytes: usize) {
-        let freed = self.0.cached().shrink(bytes);
+        let freed = lock(&self.0.cached).shrink(bytes);
         drop(freed); // unmaps, without the lock
     }
 }
 
 impl Shelf {
-    fn cached(&self) -> MutexGuard<'_, Cached> {
-        self.cached.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The cache; in a child of `fork` only where no thread of the parent had its lock, which nobody would release.
     fn usable(&self) -> Option<MutexGuard<'_, Cached>> {
         if process_id() == self.process {
-            return Some(self.cached());
+            return Some(lock(&self.cached));
         }
         match self.cached.try_lock() {
             Ok(cached) => Some(cached),

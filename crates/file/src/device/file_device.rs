@@ -1,6 +1,5 @@
 //! Files as a [`Device`]: one region of memory, no MMU, and a queue.
 
-use std::fmt;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, Span};
@@ -99,8 +98,4 @@ impl Device for FileDevice {
     }
 }
 
-impl fmt::Debug for FileDevice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FileDevice({})", self.opened.paths.h2c.display())
-    }
-}
+dmalane_dma::debug_as!(FileDevice, |it| "FileDevice({})", it.opened.paths.h2c.display());

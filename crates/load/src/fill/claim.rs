@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::{Absent, BufferSlice};
+use dmalane_dma::{Absent, BufferSlice, lock};
 
 use super::error::{Failed, FillError};
 use super::fragment::{Fragment, Read, Tag};
@@ -90,7 +90,7 @@ impl State<'_, '_> {
         let at = FileOffset::new(e.at.bits() + (offset as u64 - e.to));
         let begin = Instant::now();
         let slice = clocks.time(Stage::Read, || cached.fill(absent, e.source, at, len))?;
-        self.progress().first_read.get_or_insert(begin);
+        lock(&self.progress).first_read.get_or_insert(begin);
         clocks.bytes(Stage::Read, len as u64);
         Ok((slice, *extent, len))
     }

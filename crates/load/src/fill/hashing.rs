@@ -4,6 +4,8 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use dmalane_dma::lock;
+
 use super::order::Turn;
 use super::sink::DeviceSink;
 use super::state::{POLL_INTERVAL, State};
@@ -19,7 +21,7 @@ impl State<'_, '_> {
         let _stop = StopOnPanic(&self.stop);
         let mut overdue = false;
         while !self.stop.load(Ordering::Relaxed) {
-            let progress = self.progress();
+            let progress = lock(&self.progress);
             let wanted = progress.order.is_behind(self.hash_thread.leaves) || progress.nothing_comes || overdue;
             if wanted && progress.order.is_ready() && !self.device_is_full() {
                 drop(progress);
@@ -45,13 +47,13 @@ impl State<'_, '_> {
 
     /// Notes that nothing will have to be hashed any more.
     pub fn nothing_comes(&self) {
-        self.progress().nothing_comes = true;
+        lock(&self.progress).nothing_comes = true;
         self.hash_thread.hashable.notify_one();
     }
 
     /// Fragments that were hashed and handed on until now, for [`State::pause`].
     pub fn handed_on(&self) -> u64 {
-        if self.hash_thread.runs { self.progress().handed_on } else { 0 }
+        if self.hash_thread.runs { lock(&self.progress).handed_on } else { 0 }
     }
 
     /// Waits a little for another thread: until it has handed on a fragment more than `seen`, if it hashes.
@@ -59,7 +61,7 @@ impl State<'_, '_> {
         if !self.hash_thread.runs {
             return std::thread::sleep(PAUSE);
         }
-        let progress = self.progress();
+        let progress = lock(&self.progress);
         if progress.handed_on == seen {
             drop(self.hash_thread.handed_on.wait_timeout(progress, PAUSE));
         }
@@ -74,7 +76,7 @@ impl State<'_, '_> {
     pub fn drain(&self, mut clocks: Clocks) -> Clocks {
         while self.device.is_some() && !self.stopped() {
             let seen = self.handed_on();
-            if self.progress().undelivered == 0 {
+            if lock(&self.progress).undelivered == 0 {
                 break;
             }
             let hashed = self.hash_in_worker(false, &mut clocks);
@@ -94,7 +96,7 @@ impl State<'_, '_> {
     fn hash(&self, clocks: &mut Clocks) -> bool {
         let mut any = false;
         while !self.device_is_full() {
-            let turn = self.progress().order.begin();
+            let turn = lock(&self.progress).order.begin();
             let Some(Turn { buffer, mut hash, mut fragment, len }) = turn else { break };
             clocks.time(Stage::Checksum, || {
                 if fragment.slice.with_bytes(|bytes| hash.write(&bytes[..len])).is_none() {
@@ -104,12 +106,12 @@ impl State<'_, '_> {
                 }
             });
             clocks.bytes(Stage::Checksum, len as u64);
-            self.progress().order.end(buffer, fragment.end(), hash);
+            lock(&self.progress).order.end(buffer, fragment.end(), hash);
             self.send(fragment);
             any = true;
             if self.device.is_some() {
                 if self.hash_thread.runs {
-                    self.progress().handed_on += 1;
+                    lock(&self.progress).handed_on += 1;
                     self.hash_thread.handed_on.notify_all();
                 }
                 break;

@@ -8,9 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, LazyLock, Mutex};
 
-use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Pool, Reserved, SharedBuf};
-
-use crate::lock::locked;
+use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Pool, Reserved, SharedBuf, lock};
 
 /// Bytes of all landing places of a job together, and where there is not so much memory.
 const BYTES: usize = 144 << 20;
@@ -85,7 +83,7 @@ impl Landing {
 
     /// A landing place; `None` where there is no memory for any, so that chunks are read where they stay.
     pub fn take(&self) -> Result<Option<Place>, Busy> {
-        let mut places = locked(&self.places);
+        let mut places = lock(&self.places);
         if let Some(free) = places.free.pop() {
             return Ok(Some(Place(Some(free))));
         }
@@ -101,7 +99,7 @@ impl Landing {
 
     /// Takes a landing place back.
     pub fn give_back(&self, Place(place): Place) {
-        let mut places = locked(&self.places);
+        let mut places = lock(&self.places);
         match place {
             Some(place) => places.free.push(place),
             None => (places.left, places.made) = (places.left + 1, places.made - 1),
@@ -120,7 +118,7 @@ impl Landing {
         let missing = absent.len();
         let cut = place.or_else(|| make().ok()).and_then(|mut rest| Some((rest.split_off_front(missing)?, rest)));
         let Some((front, rest)) = cut else {
-            let mut places = locked(&self.places);
+            let mut places = lock(&self.places);
             (places.left, places.made) = (0, places.made - 1);
             return Err(absent);
         };
@@ -131,13 +129,13 @@ impl Landing {
     /// Takes a slice of a chunk that has arrived; a chunk that has landed as a whole is the next one to be copied.
     pub fn add(&self, landed: &Landed, offset: usize, extent: Option<usize>, slice: BufferSlice) {
         if let Some(full) = landed.add(offset, extent, slice) {
-            locked(&self.full).push_back(full);
+            lock(&self.full).push_back(full);
         }
     }
 
     /// A chunk that is to be copied.
     pub fn full(&self) -> Option<Full> {
-        locked(&self.full).pop_front()
+        lock(&self.full).pop_front()
     }
 
     /// Copies a chunk to where it belongs, and frees its landing place.
@@ -160,7 +158,7 @@ impl Landing {
 impl Landed {
     /// Takes a slice that has arrived; the chunk, if that was the last one.
     fn add(&self, offset: usize, extent: Option<usize>, slice: BufferSlice) -> Option<Full> {
-        let mut parts = locked(&self.0);
+        let mut parts = lock(&self.0);
         parts.missing = parts.missing.saturating_sub(slice.len());
         parts.slices.push((offset, extent, slice));
         if parts.missing > 0 {

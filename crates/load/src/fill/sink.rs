@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
+use dmalane_dma::lock;
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused,
     StallWatch, Ticket, drain,
@@ -16,7 +17,6 @@ use super::fragment::{Fragment, Tag};
 use super::memory::{BufferMemory, Staging};
 use super::options::FillOptions;
 use crate::clock::Clocks;
-use crate::lock::locked;
 use crate::stage::Stage;
 
 /// Where bytes go when they have arrived, and were hashed if checksums are on.
@@ -112,7 +112,7 @@ impl<'a> DeviceSink<'a> {
 
     /// Takes a fragment that is not empty.
     pub fn take(&self, fragment: Fragment) {
-        locked(&self.queue).push_back(fragment);
+        lock(&self.queue).push_back(fragment);
     }
 
     /// True while the device has no room.
@@ -139,8 +139,8 @@ impl<'a> DeviceSink<'a> {
 
     /// Waits for transfers in flight; those that do not end stay with their queue.
     pub fn quiesce(&self) {
-        locked(&self.queue).clear();
-        let mut end = locked(&self.end);
+        lock(&self.queue).clear();
+        let mut end = lock(&self.end);
         (end.next, end.rest) = (None, None);
         let timeout = end.timeout;
         drain(end.queue, timeout);
@@ -198,7 +198,7 @@ impl End<'_> {
     ) -> Result<Option<(Tag, Operation)>, Failed> {
         loop {
             if self.rest.is_none() {
-                let Some(fragment) = locked(queue).pop_front() else { return Ok(None) };
+                let Some(fragment) = lock(queue).pop_front() else { return Ok(None) };
                 let (tag, from) = (&fragment.tag, fragment.tag.offset as u64);
                 let range = from..from + fragment.slice.len() as u64;
                 let max = self.queue.limits().max_len.max(1);

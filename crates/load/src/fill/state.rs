@@ -2,11 +2,11 @@
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::SharedBuf;
+use dmalane_dma::{SharedBuf, lock};
 
 use super::error::{Failed, FillError, broken};
 use super::filled::{FillReport, Filled, FilledBuf};
@@ -21,7 +21,6 @@ use super::sink::{DeviceSink, Sink};
 use super::supply::Supply;
 use super::watch::{Event, Watch};
 use crate::clock::Clocks;
-use crate::lock::locked;
 
 /// The state that workers share.
 ///
@@ -36,7 +35,7 @@ pub(super) struct State<'a, 'w> {
     pub cached: Option<&'a dyn FillCached>,
     /// Reads are copies out of the page cache into memory that stays, and not the disk's work.
     pub copies: bool,
-    progress: Mutex<Progress>,
+    pub progress: Mutex<Progress>,
     pub hash_thread: HashThread,
     pub device: Option<DeviceSink<'a>>,
     watch: Mutex<&'a mut Watch<'w>>,
@@ -123,15 +122,11 @@ impl<'a, 'w> State<'a, 'w> {
         Ok(state)
     }
 
-    pub fn progress(&self) -> MutexGuard<'_, Progress> {
-        locked(&self.progress)
-    }
-
     /// Whether to give up, checking the deadline.
     pub fn stopped(&self) -> bool {
         if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             let (done, undelivered) = {
-                let progress = self.progress();
+                let progress = lock(&self.progress);
                 (progress.done, progress.undelivered)
             };
             if done < self.total || undelivered > 0 {
@@ -143,25 +138,25 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Notes a failure, and stops the job.
     pub fn fail(&self, failed: Failed) {
-        let mut progress = self.progress();
+        let mut progress = lock(&self.progress);
         progress.fail(failed);
         self.stop.store(true, Ordering::Relaxed);
     }
 
     pub fn tell(&self, event: Event) {
-        self.tell_to(&mut **locked(&self.watch), event);
+        self.tell_to(&mut **lock(&self.watch), event);
     }
 
     fn tell_to(&self, watch: &mut Watch<'_>, event: Event) {
         if watch(event) == ControlFlow::Break(()) {
-            let done = self.progress().done;
+            let done = lock(&self.progress).done;
             self.fail(((usize::MAX, 0), FillError::Cancelled { done, of: self.total }));
         }
     }
 
     /// A read begins; the first one is noted.
     pub fn reading(&self) {
-        self.progress().first_read.get_or_insert_with(Instant::now);
+        lock(&self.progress).first_read.get_or_insert_with(Instant::now);
     }
 
     /// Takes a fragment that was read.
@@ -172,9 +167,9 @@ impl<'a, 'w> State<'a, 'w> {
         let Tag { buffer, offset, extent, .. } = fragment.tag;
         let len = fragment.slice.len() as u64;
         // Held from here on, so that workers tell events in the order in which they count bytes.
-        let mut watch = locked(&self.watch);
+        let mut watch = lock(&self.watch);
         let complete = {
-            let mut progress = self.progress();
+            let mut progress = lock(&self.progress);
             progress.done += len;
             extent.filter(|extent| self.device.is_none() && progress.have(*extent, len))
         };
@@ -195,7 +190,7 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Takes a fragment whose bytes are final. It is hashed first, if checksums are on, when its turn comes.
     pub fn settle(&self, fragment: Fragment) {
-        let mut progress = self.progress();
+        let mut progress = lock(&self.progress);
         if self.device.is_some() {
             progress.undelivered += fragment.slice.len() as u64;
         }
@@ -223,7 +218,7 @@ impl<'a, 'w> State<'a, 'w> {
     /// Puts a fragment back to where its memory came from.
     fn keep(&self, fragment: Fragment) {
         if let Some(fragment) = self.supply.put_back(fragment) {
-            self.progress().order.keep(fragment);
+            lock(&self.progress).order.keep(fragment);
         }
     }
 
@@ -236,15 +231,15 @@ impl<'a, 'w> State<'a, 'w> {
         }
         if self.hash_thread.runs && was_full && !device.is_full() {
             // Under the lock, so that it is not between looking and waiting.
-            let _progress = self.progress();
+            let _progress = lock(&self.progress);
             self.hash_thread.hashable.notify_one();
         }
         let any = !back.is_empty();
         for (fragment, moved) in back {
             let Tag { buffer, offset, extent, .. } = fragment.tag;
             let len = fragment.slice.len() as u64;
-            let mut watch = locked(&self.watch);
-            let mut progress = self.progress();
+            let mut watch = lock(&self.watch);
+            let mut progress = lock(&self.progress);
             let complete = extent.filter(|extent| progress.have(*extent, len));
             progress.undelivered -= len;
             drop(progress);

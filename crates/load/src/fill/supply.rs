@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use dmalane_dma::{Absent, PageKind, Reserved};
+use dmalane_dma::{Absent, PageKind, Reserved, lock};
 
 use super::error::{Failed, FillError};
 use super::fragment::{Fragment, Tag};
@@ -12,7 +12,6 @@ use super::landing::{Busy, Landing, Place};
 use super::memory::{BufferMemory, Staging, ask};
 use super::options::FillOptions;
 use crate::clock::Clocks;
-use crate::lock::locked;
 
 /// The memory of a job: what no worker has taken yet, and slots that were given back.
 ///
@@ -140,7 +139,7 @@ impl<'a> Supply<'a> {
 
     /// Bytes that arrive together, about.
     pub fn piece(&self) -> u64 {
-        match &locked(&self.rest).pages {
+        match &lock(&self.rest).pages {
             Pages::Staging(staging, _) => staging.slot(),
             Pages::Buffers(_) => self.block.min(self.chunk) as u64,
         }
@@ -158,7 +157,7 @@ impl<'a> Supply<'a> {
 
     /// Takes the next chunk. The worker has at most `depth` reads in flight.
     pub fn take(&self, depth: usize, clocks: &mut Clocks) -> Result<Taken<'_>, Failed> {
-        let mut rest = locked(&self.rest);
+        let mut rest = lock(&self.rest);
         let Rest { pages, buffer: next, extent, first } = &mut *rest;
         let (buffer, memory, end) = loop {
             let buffer = *next;
@@ -218,7 +217,7 @@ impl<'a> Supply<'a> {
     /// Gives a slice back to its slot; returns the fragment if its memory stays.
     pub fn put_back(&self, fragment: Fragment) -> Option<Fragment> {
         if !self.stays
-            && let Pages::Staging(staging, _) = &mut locked(&self.rest).pages
+            && let Pages::Staging(staging, _) = &mut lock(&self.rest).pages
         {
             staging.put_back(fragment.tag.slot, fragment.slice);
             return None;

@@ -1,8 +1,10 @@
 //! A limit of memory that readers share, and what they have taken of it.
 
 use std::process;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
+
+use dmalane_dma::lock;
 
 use crate::error::Error;
 
@@ -37,7 +39,7 @@ impl Drop for Charge {
         if process::id() != self.budget.process {
             return;
         }
-        self.budget.state().used -= self.bytes;
+        lock(&self.budget.state).used -= self.bytes;
         self.budget.freed.notify_all();
     }
 }
@@ -47,22 +49,18 @@ impl Budget {
         Arc::new(Self { limit, process: process::id(), state: Mutex::default(), freed: Condvar::new() })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
     /// Bytes in use.
     pub fn used(&self) -> u64 {
-        self.state().used
+        lock(&self.state).used
     }
 
     /// Bytes that a reader waits for.
     pub fn waiting(&self) -> Option<u64> {
-        self.state().waiting
+        lock(&self.state).waiting
     }
 
     pub fn refuse(&self, wanted: u64) -> Error {
@@ -81,7 +79,7 @@ impl Budget {
 
     /// Takes bytes now.
     pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Charge, Error> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         match state.used.checked_add(bytes).filter(|used| *used <= self.limit) {
             Some(used) => {
                 state.used = used;
@@ -96,7 +94,7 @@ impl Budget {
         if bytes > self.limit {
             return Err(self.refuse(bytes));
         }
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         loop {
             // First of all: memory that has just come back is for others then.
             if cancelled() {

@@ -3,13 +3,13 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
 use dmalane_device::Placement;
-use dmalane_dma::{AnonHeap, Heap, Pool, SharedBuf};
+use dmalane_dma::{AnonHeap, Heap, Pool, SharedBuf, lock};
 use dmalane_file::{FileOptions, FileQueue, Mode};
 use dmalane_queue::DeviceAddr;
 
@@ -459,7 +459,7 @@ impl HostModel {
 
     /// How the files were read so far.
     pub fn reads(&self) -> Reads {
-        self.reader.reads.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.reader.reads).clone()
     }
 
     /// Bytes of memory that tensors take now, and the limit.

@@ -2,9 +2,9 @@
 
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use dmalane_dma::{Heap, Pool};
+use dmalane_dma::{Heap, Pool, lock};
 use dmalane_file::Mode;
 
 use super::block::{Block, model_heap};
@@ -80,7 +80,7 @@ impl Reader {
         }
         let ReadFiles { filled, methods } = self.fill(model_heap(), files, job, tensors, watch)?;
         expected::check(tensors, filled.buffers.iter().map(FilledBuf::digests))?;
-        let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reads = lock(&self.reads);
         reads.add(filled.report, files.iter().map(|file| file.path().to_owned()).zip(methods));
         Ok(filled.buffers)
     }

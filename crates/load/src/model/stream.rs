@@ -4,9 +4,11 @@ use std::collections::{HashSet, VecDeque};
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use dmalane_dma::lock;
 
 use super::block::{Block, HostTensor};
 use super::plan::Plan;
@@ -81,7 +83,7 @@ impl TensorStream {
         if let Some(tensor) = self.ready.pop_front() {
             return Ok(Next::Tensor(tensor));
         }
-        let received = self.batches.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(wait);
+        let received = lock(&self.batches).recv_timeout(wait);
         let Batch { file, plan, block } = match received {
             Ok(batch) => batch?,
             Err(RecvTimeoutError::Disconnected) => return Ok(Next::End),

@@ -16,13 +16,13 @@ mod iotlb;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
 use dmalane_addr::{
     Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, Segment, SgTable, Span,
 };
 use dmalane_dma::{
-    BufferRef, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Registrar, Undo, VolatileSlice,
+    BufferRef, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Registrar, Undo, VolatileSlice, lock,
 };
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
@@ -399,11 +399,6 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
     fn entries_read(&self) -> u64 {
         self.tlb.entries_read()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The data behind these locks is consistent between statements; a panic elsewhere does not spoil it.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -114,11 +114,6 @@ pub fn walk(format: FormatId, image: &Image, root: u64, user: bool, at: u64) -> 
     with_format!(format, F => walk_as::<F>(image, root, user, at))
 }
 
-/// Everything that the tables below `root` map, for unprivileged accesses if `user`.
-pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Dumped, Endless> {
-    with_format!(format, F => dump_as::<F>(image, root, user))
-}
-
 fn walk_as<F: Format>(image: &Image, root: u64, user: bool, at: u64) -> Result<Walked, WalkFault> {
     let load = |entry| image.entry(entry);
     if user { iopt::walk::<F>(root, at, load) } else { iopt::walk_privileged::<F>(root, at, load) }
@@ -187,13 +182,15 @@ fn most_entries(image: &Image) -> u64 {
     image.len() + 4096
 }
 
+/// Everything that the tables below `root` map, for unprivileged accesses if `user`.
+///
 /// Walks from each leaf or hole to the next. That is a few loads more than a descent of its own would take, and leaves
-/// a single piece of code that says what tables mean.
-fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Dumped, Endless> {
+/// a single piece of code that says what tables mean. It is compiled once, and only the walk for each format.
+pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Dumped, Endless> {
     let (mut dumped, mut at) = (Dumped::default(), 0);
     let runs = &mut dumped.runs;
     for _ in 0..most_entries(image) {
-        let step = match walk_as::<F>(image, root, user, at) {
+        let step = match walk(format, image, root, user, at) {
             Ok(leaf) => {
                 let len = leaf.size.bytes() - (at & (leaf.size.bytes() - 1));
                 let run = DumpRun { va: at, pa: leaf.to, len, page: leaf.size, count: 1, access: leaf.access };
@@ -212,7 +209,7 @@ fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Dumped, En
             Err(WalkFault { kind: FaultKind::OutOfRange, .. }) => return Ok(dumped),
             Err(fault) => {
                 dumped.not_understood += u64::from(fault.kind == FaultKind::NotUnderstood);
-                let bytes = entry_bytes::<F>(fault.level);
+                let bytes = with_format!(format, F => entry_bytes::<F>(fault.level));
                 bytes - (at & (bytes - 1))
             }
         };
