@@ -119,8 +119,10 @@ def attach(
     convert, files = converter(framework), Files.attached(name, verify)
     if on_cpu(device):
         return {tensor.name: convert(tensor) for tensor in files.load()}
-    with safe_open("", framework, device, _files=files) as f:
-        return _moved(f, None)
+    if framework in TORCH and not isinstance(device, Device):
+        with safe_open("", framework, device, _files=files) as f:
+            return _moved(f, None)
+    return load_file(f"kept:{name.removeprefix('kept:')}", framework, device)
 
 
 def _moved(f: safe_open, watch: Progress | None) -> dict[str, Any]:

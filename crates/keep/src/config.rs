@@ -7,13 +7,17 @@ pub struct KeeperConfig {
     pub memory: u64,
     /// Percent of them that the models of one user may take.
     pub user_percent: u32,
-    /// Connections at a time, of one user at most a quarter where others may connect.
+    /// Connections at a time.
     pub connections: usize,
+    /// Of them, those of one user.
+    pub user_connections: usize,
+    /// Descriptors of the models of one user, and of those that it is sending.
+    pub user_descriptors: usize,
 }
 
 impl Default for KeeperConfig {
     fn default() -> Self {
-        Self { memory: 0, user_percent: 100, connections: 256 }
+        Self { memory: 0, user_percent: 100, connections: 256, user_connections: 256, user_descriptors: 768 }
     }
 }
 

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use dmalane_daemon::{Listener, pass_rights};
 use dmalane_dma::{receive_with_fds, send_with_fds};
-use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, MAX_FDS, MAX_MESSAGE, Message, VERSION};
-use dmalane_load::kept::{KeptModel, check, sealed_text};
+use dmalane_load::Error;
+use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, MAX_FDS, MAX_MESSAGE, Message, VERSION, parse};
+use dmalane_load::kept::{KeepError, KeptModel, check, sealed_text};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -28,8 +29,9 @@ const FAILED_REST: Duration = Duration::from_millis(250);
 const MAX_MODEL_FDS: usize = 4096;
 /// Descriptors of a user that may wait to be closed before its connections are refused.
 const MAX_CLOSING: usize = 8192;
-/// How long a connection may ask nothing while others are refused.
+/// How long a connection may ask nothing while others are refused, and one that was promised room, which reads a model.
 const IDLE: Duration = Duration::from_secs(10);
+const PROMISED: Duration = Duration::from_secs(3600);
 
 /// Reason why a keeper ends.
 #[derive(Debug, Error)]
@@ -57,8 +59,11 @@ struct Connection {
     asked: Instant,
 }
 
-/// A model that was hashed, and whether it is what its manifest says.
-type Hashed = (u64, Result<(), String>);
+/// A model that was hashed, and whether it is what its manifest says; `None` where that cannot be told now.
+type Hashed = (u64, Option<Result<(), String>>);
+
+/// The "user" for whom the keeper closes memory that it held: no client can make that take long.
+const MYSELF: u32 = u32::MAX;
 
 /// A keeper of models.
 pub struct Keeper {
@@ -68,6 +73,9 @@ pub struct Keeper {
     last: u64,
     closers: Closers,
     hashed: (Sender<Hashed>, Receiver<Hashed>),
+    /// A model is being hashed; or none is, until then, since one could not be.
+    hashing: bool,
+    hash_after: Instant,
     store: Store,
     log: Box<dyn FnMut(&str) + Send>,
 }
@@ -81,15 +89,30 @@ impl Keeper {
             last: 0,
             closers: Closers::default(),
             hashed: channel(),
+            hashing: false,
+            hash_after: Instant::now(),
             store: Store::None,
             log: Box::new(log),
         }
     }
 
+    /// Bytes of all models.
+    pub fn bytes(&self) -> u64 {
+        self.shelf.bytes(None)
+    }
+
+    /// Sets how much memory all models may take.
+    pub fn limit(&mut self, bytes: u64) {
+        self.shelf.config.memory = bytes;
+    }
+
     /// Puts the descriptors of models away in `store`, where the next keeper finds them, and takes back those that are
-    /// there. They are hashed before they are lent.
+    /// there.
     pub fn with_store(mut self, mut store: Store) -> Self {
-        let found = store.take_back();
+        let (found, is_all) = store.take_back();
+        if !is_all {
+            (self.log)("warning: whoever holds models has not told of all of them");
+        }
         self.store = store;
         for (number, user, fds) in found {
             self.last = self.last.max(number);
@@ -101,8 +124,8 @@ impl Keeper {
         self
     }
 
-    /// Serves until `stop` becomes readable or its other end is closed. Models that nobody has attached to are gone
-    /// then.
+    /// Serves until `stop` becomes readable. Models that nobody has attached to are gone then; where its other end was
+    /// closed, and nothing can be read, they stay in the store.
     ///
     /// # Errors
     /// [`KeeperError`].
@@ -116,12 +139,12 @@ impl Keeper {
             let is_full = self.connections.len() >= self.shelf.config.connections;
             let accepts = rest.is_none() && !is_full;
             let numbers: Vec<u64> = self.connections.keys().copied().collect();
-            let fds = [Some(stop), accepts.then_some(socket)].into_iter().flatten();
+            let fds = [Some(stop), accepts.then_some(socket), self.store.holder()].into_iter().flatten();
             let sockets = numbers.iter().map(|number| self.connections[number].socket.as_fd());
             let mut fds: Vec<PollFd<'_>> =
                 fds.chain(sockets).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-            let is_checking = self.shelf.models.iter().any(|kept| kept.checked == Checked::Soon);
-            let wait = if rest.is_some() || is_checking { Duration::from_millis(5) } else { IDLE / 10 };
+            let is_busy = rest.is_some() || self.hashing;
+            let wait = if is_busy { Duration::from_millis(5) } else { IDLE / 10 };
             match poll(&mut fds, Some(&timespec(wait))) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
@@ -129,11 +152,23 @@ impl Keeper {
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
             drop(fds);
             if ready[0] {
-                self.store.end();
+                if rustix::io::read(stop, &mut [0; 1]).is_ok_and(|n| n > 0) {
+                    self.store.end();
+                }
                 return Ok(());
             }
+            let mut first = 1 + usize::from(accepts);
+            if self.store.holder().is_some() {
+                if ready[first] {
+                    (self.log)("warning: the process that holds models is gone: they end with this keeper");
+                    self.store = Store::None;
+                }
+                first += 1;
+            }
             self.take_hashed();
-            let first = 1 + usize::from(accepts);
+            self.hash_next();
+            let left = self.shelf.take_left();
+            left.into_iter().for_each(|kept| self.closers.close(MYSELF, kept.fds));
             for (number, _) in numbers.iter().zip(&ready[first..]).filter(|(_, ready)| **ready) {
                 if !self.serve(*number) {
                     self.disconnect(*number);
@@ -143,7 +178,8 @@ impl Keeper {
                 rest = self.accept(socket).err().map(|_| Instant::now() + FAILED_REST);
             }
             if is_full {
-                let idle = self.connections.iter().filter(|(_, c)| c.promised == 0 && c.asked.elapsed() > IDLE);
+                let limit = |c: &Connection| if c.promised == 0 { IDLE } else { PROMISED };
+                let idle = self.connections.iter().filter(|(_, c)| c.asked.elapsed() > limit(c));
                 let idle: Vec<u64> = idle.map(|(number, _)| *number).collect();
                 idle.into_iter().for_each(|number| self.disconnect(number));
             }
@@ -158,9 +194,7 @@ impl Keeper {
         };
         let Ok(user) = socket_peercred(&socket).map(|peer| peer.uid.as_raw()) else { return Ok(()) };
         let of_the_user = self.connections.values().filter(|connection| connection.user == user).count();
-        let others = self.connections.len() > of_the_user;
-        let most = self.shelf.config.connections / if others { 4 } else { 1 };
-        if of_the_user >= most || self.closers.waiting(user) > MAX_CLOSING {
+        if of_the_user >= self.shelf.config.user_connections || self.closers.waiting(user) > MAX_CLOSING {
             self.closers.close(user, vec![socket]);
             return Ok(());
         }
@@ -189,22 +223,27 @@ impl Keeper {
         };
         connection.asked = Instant::now();
         let user = connection.user;
-        let message = match serde_json::from_slice::<Message<KeeperAsk>>(&text[..got.len]) {
-            Ok(Message { version: VERSION, body }) if !got.is_cut => Ok(body),
-            Ok(Message { version, .. }) if version != VERSION => {
-                Err(format!("the keeper speaks version {VERSION} of the protocol, and not {version}"))
-            }
-            Ok(_) => Err("the message is too long, or has too many descriptors".to_owned()),
-            Err(e) => Err(format!("the message is not understood: {e}")),
+        let message = match got.is_cut {
+            true => Err("it is too long, or has too many descriptors".to_owned()),
+            false => parse::<KeeperAsk>(&text[..got.len]),
         };
+        let message = message.map_err(|why| format!("the message: {why}"));
         let mut fds = got.fds;
         let answer = match message {
             Ok(KeeperAsk::Keep { more }) => {
                 connection.parts.append(&mut fds);
-                match connection.parts.len() > MAX_MODEL_FDS {
-                    true => Err((KeepRefusal::Bad, format!("a model has at most {} files", MAX_MODEL_FDS - 2))),
-                    false if more => return true,
-                    false => self.keep(number),
+                let many = connection.parts.len() > MAX_MODEL_FDS;
+                let sent = self.connections.values().filter(|of| of.user == user).map(|of| of.parts.len());
+                let has = sent.sum::<usize>() + self.shelf.descriptors(user);
+                if many || has > self.shelf.config.user_descriptors {
+                    let most = self.shelf.config.user_descriptors;
+                    let text = format!("a model has at most {} files, and a user's models {most}", MAX_MODEL_FDS - 2);
+                    // With the descriptors, which the connection has.
+                    Err((KeepRefusal::Bad, text))
+                } else if more {
+                    return true;
+                } else {
+                    self.keep(number)
                 }
             }
             Ok(KeeperAsk::Attach { name, from }) => self.attach(user, &name, from),
@@ -231,8 +270,7 @@ impl Keeper {
     fn attach(&mut self, user: u32, name: &str, from: usize) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
         let found = self.shelf.find(user, name).inspect_err(|_| self.shelf.misses += 1)?;
         let kept = &mut self.shelf.models[found];
-        let may = kept.checked == Checked::Here || (kept.user == user && kept.checked == Checked::ByItsOwner);
-        if !may {
+        if kept.user != user && kept.checked != Checked::Here {
             return Err((KeepRefusal::Checking, format!("{name:?} is being compared with its manifest")));
         }
         let wanted = kept.fds.iter().skip(from).take(MAX_FDS);
@@ -246,7 +284,7 @@ impl Keeper {
             kept.attaches += 1;
             self.shelf.hits += 1;
         }
-        Ok((KeeperAnswer::Lent { of: kept.fds.len() }, lent))
+        Ok((KeeperAnswer::Lent { of: kept.fds.len(), number: kept.number }, lent))
     }
 
     /// Room that is promised to connections of a user, and to all, but one.
@@ -267,10 +305,13 @@ impl Keeper {
         Ok((KeeperAnswer::Done, Vec::new()))
     }
 
-    /// Memory is freed by whoever closes it last.
+    /// Memory is freed by whoever closes it last, and counts until then.
     fn release(&mut self, kept: Kept) {
         self.store.remove(kept.number, kept.user, kept.fds.len());
-        self.closers.close(kept.user, kept.fds);
+        match kept.is_lent() {
+            true => self.shelf.leaving.push(kept),
+            false => self.closers.close(MYSELF, kept.fds),
+        }
     }
 
     fn keep(&mut self, number: u64) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
@@ -326,37 +367,49 @@ impl Keeper {
         before.into_iter().for_each(|kept| self.release(kept));
         // Nobody can have changed what is sealed; but who says so may be another user, or a process that held it.
         let checked = if stored.is_some() || model.shared { Checked::Soon } else { Checked::ByItsOwner };
-        if checked == Checked::Soon {
-            self.hash(number, &fds);
-        }
         let (used, attaches) = (Instant::now(), 0);
         self.shelf.models.push(Kept { number, model, user, fds, bytes, used, attaches, checked });
         Ok(name)
     }
 
-    /// Hashes a model on another thread.
-    fn hash(&self, number: u64, fds: &[OwnedFd]) {
-        let tell = self.hashed.0.clone();
-        let copies = fds.iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>();
+    /// Hashes the next model on another thread, one at a time.
+    fn hash_next(&mut self) {
+        if self.hashing || Instant::now() < self.hash_after {
+            return;
+        }
+        let Some(kept) = self.shelf.models.iter().find(|kept| kept.checked == Checked::Soon) else { return };
+        let (number, tell) = (kept.number, self.hashed.0.clone());
+        let copies = kept.fds.iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>();
         let hashed = move || {
-            let checked = copies.map_err(|e| e.to_string()).and_then(|fds| check(fds).map_err(|e| e.to_string()));
-            let _ = tell.send((number, checked));
+            let found = copies.ok().and_then(|fds| match check(fds) {
+                Ok(()) => Some(Ok(())),
+                Err(e @ (Error::Differs { .. } | Error::Kept(KeepError::Bad { .. }) | Error::Format { .. })) => {
+                    Some(Err(e.to_string()))
+                }
+                // Of this machine, and not of the model: a lack of memory or descriptors.
+                Err(_) => None,
+            });
+            let _ = tell.send((number, found));
         };
-        if thread::Builder::new().name("dmalane-hash".to_owned()).spawn(hashed).is_err() {
-            let _ = self.hashed.0.send((number, Err("no thread can be made".to_owned())));
+        self.hashing = thread::Builder::new().name("dmalane-hash".to_owned()).spawn(hashed).is_ok();
+        if !self.hashing {
+            self.hash_after = Instant::now() + IDLE;
         }
     }
 
     fn take_hashed(&mut self) {
         while let Ok((number, checked)) = self.hashed.1.try_recv() {
-            let Some(at) = self.shelf.models.iter().position(|kept| kept.number == number) else { continue };
-            match checked {
-                Ok(()) => self.shelf.models[at].checked = Checked::Here,
-                Err(why) => {
+            self.hashing = false;
+            let at = self.shelf.models.iter().position(|kept| kept.number == number);
+            match (checked, at) {
+                (None, _) => self.hash_after = Instant::now() + IDLE,
+                (Some(Ok(())), Some(at)) => self.shelf.models[at].checked = Checked::Here,
+                (Some(Err(why)), Some(at)) => {
                     let kept = self.shelf.models.remove(at);
                     (self.log)(&format!("warning: {:?} of user {} goes: {why}", kept.model.name, kept.user));
                     self.release(kept);
                 }
+                (Some(_), None) => {}
             }
         }
     }

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{FlockOperation, Mode, OFlags, SealFlags, flock};
+use rustix::io::Errno;
 
 /// Of linux/magic.h: what memfds of ordinary pages lie on.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -18,8 +19,11 @@ fn again(fd: impl AsFd) -> io::Result<OwnedFd> {
 /// its last mapping gone, in whatever process.
 pub(crate) fn lend(fd: impl AsFd) -> io::Result<OwnedFd> {
     let lent = again(fd)?;
-    flock(&lent, FlockOperation::NonBlockingLockShared)?;
-    Ok(lent)
+    match flock(&lent, FlockOperation::NonBlockingLockShared) {
+        // Somebody to whom it was lent has locked it for itself: it stays as long as that one has it.
+        Ok(()) | Err(Errno::WOULDBLOCK) => Ok(lent),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// Whether anybody holds a descriptor or a mapping that was lent. Also when the kernel does not tell.

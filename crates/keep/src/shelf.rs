@@ -12,12 +12,13 @@ use crate::lend::is_lent;
 /// The shortest beginning of a hash that names a model.
 const SHORTEST_HASH: usize = 8;
 
-/// Whether the bytes of a model are known to be those of its manifest.
+/// Whether the bytes of a model are known to be those of its manifest. Its owner gets it anyway; nobody else does
+/// before they are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Checked {
-    /// Its owner says so, and gets it; nobody else does.
+    /// Its owner says so.
     ByItsOwner,
-    /// They are being hashed.
+    /// They are hashed, once it is its turn.
     Soon,
     /// They were hashed here.
     Here,
@@ -49,6 +50,8 @@ impl Kept {
 pub(crate) struct Shelf {
     pub(crate) config: KeeperConfig,
     pub(crate) models: Vec<Kept>,
+    /// What is lent no more, but still in use: its memory counts until it is not.
+    pub(crate) leaving: Vec<Kept>,
     pub(crate) hits: u64,
     pub(crate) misses: u64,
     pub(crate) evicted: u64,
@@ -63,8 +66,25 @@ impl Shelf {
         self.models.iter().filter(move |kept| user.is_none_or(|user| kept.user == user))
     }
 
-    fn bytes(&self, user: Option<u32>) -> u64 {
-        self.of(user).fold(0, |sum, kept| sum.saturating_add(kept.bytes))
+    /// Bytes of the models of a user, or of all.
+    pub(crate) fn bytes(&self, user: Option<u32>) -> u64 {
+        self.of(user).fold(self.leaving(user), |sum, kept| sum.saturating_add(kept.bytes))
+    }
+
+    fn leaving(&self, user: Option<u32>) -> u64 {
+        let of = self.leaving.iter().filter(|kept| user.is_none_or(|user| kept.user == user));
+        of.fold(0, |sum, kept| sum.saturating_add(kept.bytes))
+    }
+
+    /// Descriptors of the models of a user.
+    pub(crate) fn descriptors(&self, user: u32) -> usize {
+        let all = self.models.iter().chain(&self.leaving).filter(|kept| kept.user == user);
+        all.map(|kept| kept.fds.len()).sum()
+    }
+
+    /// Models that were lent no more, and that nobody uses any more.
+    pub(crate) fn take_left(&mut self) -> Vec<Kept> {
+        self.leaving.extract_if(.., |kept| !kept.is_lent()).collect()
     }
 
     /// Which model a user means: one of its own by name, else by the beginning of its hash, or another user's by
@@ -91,7 +111,7 @@ impl Shelf {
                 false => Err((KeepRefusal::Ambiguous, format!("several models have a hash that begins with {name}"))),
             };
         }
-        let shares = |kept: &&Kept| kept.model.shared && kept.model.name == name;
+        let shares = |kept: &&Kept| kept.model.shared && kept.checked == Checked::Here && kept.model.name == name;
         Err(absent(match self.models.iter().find(shares) {
             Some(kept) => format!("no model {name:?} of yours is kept; user {0} shares one: {0}:{name}", kept.user),
             None => format!("no model {name:?} is kept (dmalane kept lists those that are)"),
@@ -105,6 +125,7 @@ impl Shelf {
         for (of, limit, promised) in
             [(Some(user), self.config.of_a_user(), promised.0), (None, self.config.memory, promised.1)]
         {
+            let promised = promised.saturating_add(self.leaving(of));
             let mut order: Vec<&Kept> = self.of(of).collect();
             order.sort_by_key(|kept| kept.used);
             let mut order = order.into_iter();
@@ -117,7 +138,7 @@ impl Shelf {
                 // What can never fit takes nothing away.
                 let Some(kept) = order.next().filter(|_| bytes.saturating_add(promised) <= limit) else {
                     let whose = if of.is_some() { "your models may take" } else { "all models may take" };
-                    let used = self.bytes(of).saturating_add(promised);
+                    let used = self.of(of).fold(promised, |sum, kept| sum.saturating_add(kept.bytes));
                     let text = format!(
                         "{bytes} bytes do not fit: {whose} {limit}, and {used} are in use or promised; those to which \
                          somebody is attached stay (dmalane kept, dmalane drop)"
@@ -135,7 +156,8 @@ impl Shelf {
 
     /// What a user may see.
     pub(crate) fn list(&self, user: u32) -> KeptList {
-        let seen = self.models.iter().filter(|kept| kept.user == user || kept.model.shared);
+        let is_right = |kept: &&Kept| kept.model.shared && kept.checked == Checked::Here;
+        let seen = self.models.iter().filter(|kept| kept.user == user || is_right(kept));
         let row = |kept: &Kept| KeptRow {
             name: kept.model.name.clone(),
             id: kept.model.id.clone(),

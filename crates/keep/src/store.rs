@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -53,7 +53,7 @@ pub fn inherited() -> Vec<(String, OwnedFd)> {
         // names it (LISTEN_PID). Nobody else takes it: this happens once (`TAKEN`).
         (names.next().unwrap_or_default(), unsafe { OwnedFd::from_raw_fd(fd) })
     };
-    (FIRST..FIRST + count).filter(is_open).map(take).collect()
+    (FIRST..FIRST.saturating_add(count)).filter(is_open).map(take).collect()
 }
 
 impl Store {
@@ -140,14 +140,28 @@ impl Store {
         }
     }
 
-    /// The models that are there, each with its number and its user. They stay there.
-    pub(crate) fn take_back(&mut self) -> Vec<(u64, u32, Vec<OwnedFd>)> {
+    /// The models that are there, each with its number and its user, and whether these are all. They stay there.
+    pub(crate) fn take_back(&mut self) -> (Vec<(u64, u32, Vec<OwnedFd>)>, bool) {
+        let mut is_all = true;
         let found = match self {
             Self::None => Vec::new(),
             Self::Manager(_, _, passed) => std::mem::take(passed),
             Self::Holder(socket) => match send_with_fds(&*socket, b"all", &[], SendFlags::empty()) {
-                Ok(_) => std::iter::from_fn(|| next(socket)).collect(),
-                Err(_) => Vec::new(),
+                Ok(_) => {
+                    let mut found = Vec::new();
+                    is_all = loop {
+                        match next(socket) {
+                            Some((name, Some(fd))) => found.push((name, fd)),
+                            Some((_, None)) => break true,
+                            None => break false,
+                        }
+                    };
+                    found
+                }
+                Err(_) => {
+                    is_all = false;
+                    Vec::new()
+                }
             },
         };
         let mut models: BTreeMap<(u64, u32), BTreeMap<usize, OwnedFd>> = BTreeMap::new();
@@ -158,7 +172,12 @@ impl Store {
                 models.entry((number, user)).or_default().insert(index, fd);
             }
         }
-        models.into_iter().map(|((number, user), fds)| (number, user, fds.into_values().collect())).collect()
+        (models.into_iter().map(|((number, user), fds)| (number, user, fds.into_values().collect())).collect(), is_all)
+    }
+
+    /// The socket of a process that holds models, which becomes readable when that is gone.
+    pub(crate) fn holder(&self) -> Option<BorrowedFd<'_>> {
+        if let Self::Holder(socket) = self { Some(socket.as_fd()) } else { None }
     }
 
     /// The keeper ends in good order: nothing is to be held any more.
@@ -169,16 +188,15 @@ impl Store {
     }
 }
 
-/// The next descriptor that a holder has.
-fn next(socket: &OwnedFd) -> Option<(String, OwnedFd)> {
+/// The next descriptor that a holder has; at the end none.
+fn next(socket: &OwnedFd) -> Option<(String, Option<OwnedFd>)> {
     let mut text = [0; MAX_MESSAGE];
     let got = receive_with_fds(socket, &mut text, RecvFlags::empty()).ok()?;
     let name = std::str::from_utf8(&text[..got.len]).ok()?.to_owned();
-    Some((name, got.fds.into_iter().next()?))
+    (got.len > 0).then(|| (name, got.fds.into_iter().next()))
 }
 
-/// Holds descriptors for keepers of the same user, one after the other, until one ends in good order, or until there is
-/// no keeper and nothing to hold.
+/// Holds descriptors for keepers of the same user, one after the other, until one ends in good order.
 ///
 /// # Errors
 /// The kernel's.
@@ -215,9 +233,6 @@ pub fn hold(listener: &Listener) -> std::io::Result<()> {
                 (_, "end") => return Ok(()),
                 _ => {}
             }
-        }
-        if held.is_empty() {
-            return Ok(());
         }
     }
 }

@@ -197,6 +197,65 @@ fn who_is_attached_keeps_it_and_others_make_room() {
 }
 
 #[test]
+fn what_was_dropped_counts_until_nobody_uses_it() {
+    let served = Served::of_bytes(5 << 20);
+    let path = served.sample("a", 2 << 20, 1);
+    let mut held = Vec::new();
+    for _ in 0..2 {
+        served.keep(&path, KeepOptions::default()).unwrap();
+        held.push(open(&served.client(), "a", ModelOptions::default()).read_all(None, &mut watch).unwrap());
+        served.client().drop_model("a").unwrap();
+    }
+    assert!(served.client().list().unwrap().used > 4 << 20);
+    let refused = served.keep(&path, KeepOptions::default()).unwrap_err();
+    assert!(refused.to_string().contains("do not fit"), "{refused}");
+    drop(held);
+    served.keep(&path, KeepOptions::default()).unwrap();
+}
+
+#[test]
+fn models_of_one_name_are_told_apart_by_their_files() {
+    let served = Served::of_bytes(64 << 20);
+    let paths = ["a", "b"].map(|name| {
+        std::fs::create_dir(served.folder.path().join(name)).unwrap();
+        let path = served.folder.path().join(name).join("fp16.safetensors");
+        write_sample(&mut File::create(&path).unwrap(), 1 << 20, name.len() as u64 + u64::from(name == "a")).unwrap();
+        path
+    });
+    let ids = paths.clone().map(|path| served.keep(&path, KeepOptions::default()).unwrap().id);
+    assert_ne!(ids[0], ids[1]);
+    std::thread::scope(|scope| {
+        for n in 0..4 {
+            let (served, path, id) = (&served, &paths[n % 2], &ids[n % 2]);
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    let options = KeepOptions { socket: Some(served.socket()), ..KeepOptions::default() };
+                    match kept::attach_or_keep([path], &options, |_| ControlFlow::Continue(())) {
+                        Ok(lent) => assert_eq!(&lent.model.id, id),
+                        // The other one has taken its place between two messages.
+                        Err(Error::Kept(KeepError::Refused { kind: KeepRefusal::Absent, .. })) => {}
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+            });
+        }
+    });
+    // An index that leaves tensors out is another model.
+    let folder = served.folder.path().join("indexed");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::rename(&paths[0], folder.join("m.safetensors")).unwrap();
+    let index = folder.join("m.safetensors.index.json");
+    std::fs::write(&index, r#"{"weight_map":{"empty":"m.safetensors"}}"#).unwrap();
+    let options =
+        || KeepOptions { socket: Some(served.socket()), name: Some("i".to_owned()), ..KeepOptions::default() };
+    for (path, tensors) in [(index, 1), (folder.join("m.safetensors"), 5)] {
+        let lent = kept::attach_or_keep([&path], &options(), |_| ControlFlow::Continue(())).unwrap();
+        let files = lent.files().iter().map(|file| OpenFile::of(file).unwrap());
+        assert_eq!(HostModel::of_files(files, ModelOptions::default()).unwrap().tensors().count(), tensors);
+    }
+}
+
+#[test]
 fn a_new_model_takes_the_place_of_its_name() {
     let served = Served::of_bytes(1 << 30);
     let named = || KeepOptions { name: Some("m".to_owned()), ..KeepOptions::default() };
@@ -233,11 +292,10 @@ fn what_is_shared_is_hashed_first() {
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     let wrong = KeptModel { name: "wrong".to_owned(), ..right.clone() };
-    served.client().keep(&described(&wrong, manifest.to_json().as_bytes(), &[&bytes])).unwrap();
     let start = Instant::now();
+    served.client().keep(&described(&wrong, manifest.to_json().as_bytes(), &[&bytes])).unwrap();
+    // Its owner has it at once; the keeper finds out soon.
     while served.names().contains(&"wrong".to_owned()) {
-        let attached = served.client().attach("wrong");
-        assert!(matches!(attached, Err(KeepError::Refused { .. })), "{attached:?}");
         assert!(start.elapsed() < Duration::from_secs(60));
     }
     assert!(served.log.lock().unwrap().iter().any(|line| line.contains("\"wrong\"") && line.contains("goes")));
@@ -337,6 +395,12 @@ fn hostile_clients_are_refused_and_change_nothing() {
     let start = Instant::now();
     assert_eq!(served.client().attach("m").unwrap().model, model);
     assert!(start.elapsed() < Duration::from_secs(2));
+    // Who has it may lock it for itself, which keeps nobody from it.
+    let lent = served.client().attach("m").unwrap();
+    let file = OpenFile::of(&lent.files()[0]).unwrap().file().unwrap();
+    rustix::fs::flock(&*file, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+    served.client().attach("m").unwrap();
+    drop((lent, file));
     // Many who connect and say nothing.
     let idle: Vec<OwnedFd> = (0..100).map(|_| raw(&served)).collect();
     assert_eq!(served.names(), ["m"]);
@@ -389,7 +453,8 @@ fn what_is_lent_cannot_be_changed() {
     let file = OpenFile::of(&files[0]).unwrap().file().unwrap();
     let again = std::os::fd::AsRawFd::as_raw_fd(&*file);
     let writable = File::options().read(true).write(true).open(format!("/proc/self/fd/{again}"));
-    for fd in (0..1000).flat_map(|_| [Some(&*file), writable.as_ref().ok()]).flatten() {
+    let writable = writable.unwrap();
+    for fd in (0..1000).flat_map(|_| [&*file, &writable]) {
         assert!(rustix::io::pwrite(fd, b"x", 0).is_err(), "written");
         assert!(rustix::fs::ftruncate(fd, 0).is_err(), "cut");
         let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;

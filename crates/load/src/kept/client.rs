@@ -14,7 +14,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 use super::describe::{KeptEntry, KeptModel};
 use super::error::KeepError;
 use super::file::KeptFile;
-use super::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, KeptList, MAX_FDS, MAX_MESSAGE, Message, VERSION};
+use super::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, KeptList, MAX_FDS, MAX_MESSAGE, Message, VERSION, parse};
 use crate::manifest::Manifest;
 use crate::set::SetFile;
 
@@ -147,9 +147,7 @@ impl KeeperClient {
         if got.is_cut {
             return Err(bad("this process may not open as many descriptors (ulimit -n)".to_owned()));
         }
-        let message: Message<KeeperAnswer> =
-            serde_json::from_slice(&text[..got.len]).map_err(|e| bad(format!("it is not understood: {e}")))?;
-        match message.body {
+        match parse(&text[..got.len]).map_err(bad)? {
             KeeperAnswer::Refused { kind, why } => Err(KeepError::Refused { kind, why }),
             answer => Ok((answer, got.fds)),
         }
@@ -167,11 +165,17 @@ impl KeeperClient {
     /// [`KeepError`].
     pub fn attach(&self, name: &str) -> Result<Attached, KeepError> {
         let bad = |why: String| KeepError::Bad { what: format!("{PREFIX}{name}"), why };
-        let (begun, mut all) = (Instant::now(), Vec::new());
+        let name = name.strip_prefix(PREFIX).unwrap_or(name);
+        let (begun, mut all, mut of_model) = (Instant::now(), Vec::new(), None);
         loop {
             let ask = KeeperAsk::Attach { name: name.to_owned(), from: all.len() };
             match self.ask(&ask, &[]) {
-                Ok((KeeperAnswer::Lent { of }, fds)) if !fds.is_empty() => {
+                // Another model has the name by now: all that came is of the one before.
+                Ok((KeeperAnswer::Lent { number, .. }, _)) if of_model.is_some_and(|before| before != number) => {
+                    (all, of_model) = (Vec::new(), None);
+                }
+                Ok((KeeperAnswer::Lent { of, number }, fds)) if !fds.is_empty() => {
+                    of_model = Some(number);
                     all.extend(fds);
                     if all.len() >= of {
                         break;
@@ -213,6 +217,7 @@ impl KeeperClient {
     /// # Errors
     /// [`KeepError`].
     pub fn drop_model(&self, name: &str) -> Result<(), KeepError> {
+        let name = name.strip_prefix(PREFIX).unwrap_or(name);
         self.ask(&KeeperAsk::Drop { name: name.to_owned() }, &[]).map(drop)
     }
 

@@ -13,7 +13,9 @@ use super::error::KeepError;
 /// The version of the JSON.
 pub(super) const SCHEMA: u64 = 1;
 /// The longest description that is read: it may list each tensor of an index.
-const MAX_DESCRIPTION: u64 = 256 << 20;
+const MAX_DESCRIPTION: u64 = 64 << 20;
+/// The longest name of a file, in bytes.
+const MAX_FILE_NAME: usize = 255;
 /// The longest name, in bytes.
 const MAX_NAME: usize = 200;
 
@@ -97,6 +99,14 @@ impl KeptModel {
             return Err(bad(format!("it is of version {}, and not {SCHEMA}", model.schema)));
         }
         check_name(&model.name).map_err(bad)?;
+        let is_hash =
+            model.id.len() == 64 && model.id.bytes().all(|c| c.is_ascii_digit() || (b'a'..=b'f').contains(&c));
+        if !is_hash {
+            return Err(bad("its hash is not 64 hexadecimal digits".to_owned()));
+        }
+        if model.files.iter().any(|file| file.name.len() > MAX_FILE_NAME) {
+            return Err(bad(format!("a name of a file is longer than {MAX_FILE_NAME} bytes")));
+        }
         if model.files.is_empty() {
             return Err(bad("it has no files".to_owned()));
         }

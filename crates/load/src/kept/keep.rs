@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
+use rustix::fs::FlockOperation;
 
 use super::client::{Attached, KeeperClient, socket_path};
 use super::describe::{KeptEntry, KeptModel, SCHEMA, Stamp, check_name, sealed_text};
@@ -15,12 +16,19 @@ use super::wire::KeepRefusal;
 use crate::difference::Difference;
 use crate::error::Error;
 use crate::fill::{Digest, Event, FilledBuf};
-use crate::manifest::{Expected, Manifest, hash_regions, refuse};
+use crate::manifest::{Expected, Manifest, ManifestRegion, hash_regions, refuse};
 use crate::model::{HostModel, ModelOptions};
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
 use crate::read::{Read, ReadOptions};
 use crate::set::{ModelSet, SetFile};
+
+/// How often a process that waits for another one to keep a model looks for it.
+const TURN: std::time::Duration = std::time::Duration::from_millis(20);
+/// How often a model is kept again whose place another one took before it could be attached to.
+const TRIES: u32 = 3;
+/// Bytes that the texts of a model take beside their names.
+const TEXTS: u64 = 64 << 10;
 
 /// How a model is kept.
 #[derive(Clone, Default)]
@@ -44,6 +52,30 @@ impl KeepOptions {
         check_name(&name).map(|()| name.clone()).map_err(no_name)
     }
 
+    /// A model that was lent, if it is of these files as they are, with the hashes that are wanted.
+    fn accept(&self, lent: Attached, files: &[OpenFile]) -> Result<Option<Attached>, Error> {
+        let mut is_same = files.len() == lent.model.files.len();
+        for (kept, (set, file)) in lent.model.files.iter().zip(lent.files().iter().zip(files)) {
+            is_same = is_same && kept.from == stamp(file)? && set.listed == file.listed;
+        }
+        if !is_same {
+            return Ok(None);
+        }
+        let lens = lent.model.files.iter().map(|file| (Path::new(&file.name), file.bytes));
+        let expected = self.manifest.expect(lens)?;
+        if !expected.is_empty() {
+            let has_sha256 =
+                |mut regions: std::slice::Iter<'_, ManifestRegion>| regions.any(|r| r.digest.sha256.is_some());
+            let found = lent.manifest()?;
+            let is_wanted = expected.iter().flatten().any(|file| has_sha256(file.regions.iter()));
+            if is_wanted && !found.files.iter().all(|file| has_sha256(file.regions.iter())) {
+                return Ok(None);
+            }
+            refuse(differences(&expected, &found))?;
+        }
+        Ok(Some(lent))
+    }
+
     fn keeper(&self) -> Result<KeeperClient, KeepError> {
         KeeperClient::connect(&self.socket.clone().unwrap_or_else(socket_path))
     }
@@ -61,7 +93,7 @@ pub fn keep<P: AsRef<Path>>(
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
     let name = options.name_for(&paths)?;
     let keeper = options.keeper()?;
-    keep_files(&keeper, name, open(&paths)?, options, watch)
+    keep_files(&keeper, name, &open(&paths)?, options, watch)
 }
 
 /// Attaches to a model that was kept from these files, which have not changed since, or else keeps it first.
@@ -71,27 +103,39 @@ pub fn keep<P: AsRef<Path>>(
 pub fn attach_or_keep<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
-    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<Attached, Error> {
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
     let name = options.name_for(&paths)?;
     let keeper = options.keeper()?;
     let files = open(&paths)?;
-    let stamps = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
-    match keeper.attach(&name) {
-        Ok(lent) if lent.model.files.iter().map(|file| &file.from).eq(&stamps) => {
-            let lens = lent.model.files.iter().map(|file| (Path::new(&file.name), file.bytes));
-            let expected = options.manifest.expect(lens)?;
-            if !expected.is_empty() {
-                refuse(differences(&expected, &lent.manifest()?))?;
-            }
-            Ok(lent)
-        }
-        Ok(_) | Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) => {
-            keep_files(&keeper, name.clone(), files, options, watch)?;
-            Ok(keeper.attach(&name)?)
-        }
+    let attach = |name: &str| match keeper.attach(name) {
+        Ok(lent) => options.accept(lent, &files),
+        Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) => Ok(None),
         Err(error) => Err(error.into()),
+    };
+    if let Some(lent) = attach(&name)? {
+        return Ok(lent);
+    }
+    // One process reads it, of those that begin together; the others then attach. Where a file cannot be locked, each
+    // reads it.
+    let lock = files.first().map(|file| std::fs::File::open(&file.path)).and_then(Result::ok);
+    while lock.as_ref().is_some_and(|file| {
+        rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK)
+    }) {
+        std::thread::sleep(TURN);
+    }
+    if let Some(lent) = attach(&name)? {
+        return Ok(lent);
+    }
+    // By its hash: another model may have its name by now, and even its place.
+    let mut tries = 0..TRIES;
+    loop {
+        let model = keep_files(&keeper, name.clone(), &files, options, &mut watch)?;
+        match keeper.attach(&model.id) {
+            Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) if tries.next().is_some() => {}
+            lent => return Ok(lent?),
+        }
     }
 }
 
@@ -122,17 +166,23 @@ fn differences(expected: &Expected<'_>, found: &Manifest) -> Vec<Difference> {
 fn keep_files(
     keeper: &KeeperClient,
     name: String,
-    files: Vec<OpenFile>,
+    files: &[OpenFile],
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
     // Refuses what is no model.
     let model_options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
     HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), model_options)?;
-    let mut manifest = Manifest::unhashed(&files)?;
+    let mut manifest = Manifest::unhashed(files)?;
     let lens = files.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>()?;
     let expected = options.manifest.expect(files.iter().map(|file| &*file.path).zip(lens.iter().copied()))?;
-    keeper.room(lens.iter().fold(0, |sum, len| sum.saturating_add(*len)))?;
+    // In pages, with the texts beside them.
+    let names = files.iter().filter_map(|file| file.listed.as_ref()).flat_map(|names| names.iter());
+    let texts = manifest.to_json().len() + names.map(|name| name.len() + 8).sum::<usize>() + files.len() * 1024;
+    let bytes = lens.iter().fold((texts as u64).saturating_add(TEXTS), |sum, len| {
+        sum.saturating_add(len.checked_next_multiple_of(4096).unwrap_or(u64::MAX))
+    });
+    keeper.room(bytes)?;
     let mut read = ReadOptions { mode: options.mode, ..ReadOptions::default() };
     let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
     regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());

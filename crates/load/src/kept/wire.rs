@@ -50,6 +50,7 @@ pub enum KeeperAsk {
 }
 
 /// An answer of the keeper.
+#[non_exhaustive]
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 #[serde(tag = "answer", rename_all = "snake_case")]
 pub enum KeeperAnswer {
@@ -59,6 +60,8 @@ pub enum KeeperAnswer {
     Lent {
         /// How many there are in all.
         of: usize,
+        /// The number of the model: another one may have its name by the next message.
+        number: u64,
     },
     /// A sealed memfd with the list comes with it: a [`KeptList`] as JSON.
     List,
@@ -72,6 +75,7 @@ pub enum KeeperAnswer {
 }
 
 /// Why something is refused.
+#[non_exhaustive]
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepRefusal {
@@ -79,8 +83,6 @@ pub enum KeepRefusal {
     Absent,
     /// Several models.
     Ambiguous,
-    /// Another model has this name.
-    Taken,
     /// No room.
     Room,
     /// Its bytes are being compared with its manifest: ask again.
@@ -127,4 +129,20 @@ pub struct KeptRow {
     pub attaches: u64,
     /// Seconds since it was last attached to or kept.
     pub idle_s: u64,
+}
+
+/// Reads a message, of which only the version is looked at first: another version may have other bodies.
+///
+/// # Errors
+/// Why it is not understood.
+pub fn parse<'t, T: Deserialize<'t>>(text: &'t [u8]) -> Result<T, String> {
+    #[derive(Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    let not_understood = |e: serde_json::Error| format!("it is not understood: {e}");
+    match serde_json::from_slice::<Version>(text).map_err(not_understood)?.version {
+        VERSION => serde_json::from_slice::<Message<T>>(text).map(|message| message.body).map_err(not_understood),
+        other => Err(format!("it is of version {other} of the protocol, and not {VERSION}")),
+    }
 }

@@ -1,10 +1,10 @@
 //! `dmalaned keep`: holds models in memory, and lends them.
 
-use std::fs::DirBuilder;
-use std::io::Read;
+use std::fs::{DirBuilder, File};
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::ops::ControlFlow;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -20,6 +20,8 @@ use dmalane::load::kept::{self, KeepOptions, socket_path};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::number::within;
 use dmalane_cli::size::{self, Size, binary};
+use rustix::fs::{FlockOperation, flock};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::serve::{listen, mode, say};
 use crate::system;
@@ -66,20 +68,35 @@ impl Keep {
     /// Keeps until the process is terminated.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Self { models, socket, mode, .. } = self;
-        system::raise_file_limit();
-        let half = || room().map(|room| room.bytes / 2);
-        let no_limit = || Failure::usage("the kernel does not say how much memory is free: --memory says how much");
-        let memory = self.memory.map(Size::bytes).or_else(half).ok_or_else(no_limit)?;
+        // Before anything else is opened: these have numbers.
+        let passed = inherited();
+        let descriptors = system::raise_file_limit().and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX);
         let alone = mode & 0o077 == 0;
         let user_percent = self.user_share.unwrap_or(if alone { 100 } else { 75 });
-        let config = KeeperConfig { memory, user_percent, ..KeeperConfig::default() };
-        let mut stop = system::termination()?;
+        let (connections, of_all) = (256, if alone { 1 } else { 4 });
+        let config = KeeperConfig {
+            memory: 0,
+            user_percent,
+            connections,
+            user_connections: connections / of_all,
+            // Others are for connections, for what is lent, and for a model that is hashed.
+            user_descriptors: descriptors / 2 / of_all,
+        };
+        let mut stop = system::termination(&[SIGTERM, SIGINT, SIGHUP])?;
         if let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             // Where it cannot be made, listening fails and says so.
             let _ = DirBuilder::new().recursive(true).mode(0o755).create(folder);
         }
+        let lock = File::create(format!("{}.lock", socket.display()))?;
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            return Err(Failure::new(format!("another keeper is listening at {}", socket.display())));
+        }
         let listener = listen(&socket, mode)?;
-        let keeper = Keeper::new(config, |line| say(line)).with_store(store(&socket)?);
+        let mut keeper = Keeper::new(config, |line| say(line)).with_store(store(&socket, passed)?);
+        let half = || room().map(|room| room.bytes.saturating_add(keeper.bytes()) / 2);
+        let no_limit = || Failure::usage("the kernel does not say how much memory is free: --memory says how much");
+        let memory = self.memory.map(Size::bytes).or_else(half).ok_or_else(no_limit)?;
+        keeper.limit(memory);
         say(&format!("keeps up to {} at {}", binary(memory), socket.display()));
         system::notify("READY=1");
         let (ends, end) = UnixStream::pair()?;
@@ -87,7 +104,7 @@ impl Keep {
         let first = thread::spawn(move || {
             for model in &models {
                 let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
-                if let Err(e) = kept::keep([model], &options, |_| ControlFlow::Continue(())) {
+                if let Err(e) = kept::attach_or_keep([model], &options, |_| ControlFlow::Continue(())) {
                     let _ = tell.send(Failure::because(format!("cannot keep {}", model.display()), &e));
                     let _ = ends.shutdown(Shutdown::Both);
                     break;
@@ -96,10 +113,11 @@ impl Keep {
             // Closed, it would end the keeper.
             ends
         });
-        let ended = end.try_clone()?;
+        let mut orderly = ends.try_clone()?;
         thread::spawn(move || {
             let _ = stop.read(&mut [0]);
-            let _ = ended.shutdown(Shutdown::Both);
+            // It reads this, and frees what it holds.
+            let _ = orderly.write_all(&[0]);
         });
         keeper.run(listener, end.as_fd())?;
         drop(first);
@@ -114,8 +132,8 @@ impl Keep {
 }
 
 /// Where models outlive this process.
-fn store(socket: &Path) -> Result<Store, Failure> {
-    if let Some(store) = Store::of_manager(inherited())? {
+fn store(socket: &Path, passed: Vec<(String, OwnedFd)>) -> Result<Store, Failure> {
+    if let Some(store) = Store::of_manager(passed)? {
         return Ok(store);
     }
     let path = PathBuf::from(format!("{}.held", socket.display()));

@@ -13,6 +13,8 @@ use dmalane_cli::layout::plain;
 use dmalane_cli::number::within;
 use dmalane_cli::size::{self, Size};
 
+use signal_hook::consts::{SIGINT, SIGTERM};
+
 use crate::system;
 
 /// The options of the daemon.
@@ -121,7 +123,7 @@ impl Serve {
                 dropped.join(", ")
             ));
         }
-        let stop = system::termination()?;
+        let stop = system::termination(&[SIGTERM, SIGINT])?;
         let (listener, place) = match inherited {
             Some(socket) => (Listener::from_socket(socket)?, "the socket from systemd".to_owned()),
             None => (listen(&socket, mode)?, socket.display().to_string()),

@@ -9,13 +9,12 @@ use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
 use dmalane_cli::failure::Failure;
 use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use signal_hook::consts::{SIGINT, SIGTERM};
 
-/// A socket that becomes readable on SIGTERM or SIGINT.
-pub fn termination() -> Result<UnixStream, Failure> {
+/// A socket that becomes readable on one of these signals.
+pub fn termination(signals: &[i32]) -> Result<UnixStream, Failure> {
     let (receiver, sender) = UnixStream::pair()?;
-    for signal in [SIGTERM, SIGINT] {
-        signal_hook::low_level::pipe::register(signal, sender.try_clone()?)?;
+    for signal in signals {
+        signal_hook::low_level::pipe::register(*signal, sender.try_clone()?)?;
     }
     Ok(receiver)
 }
