@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 
 use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_REGISTERS};
-use dmalane_dma::{Error as DmaError, Mapping, Registrar, SharedBuf};
+use dmalane_dma::{Error as DmaError, Mapping, Registrar, SharedBuf, error_chain};
 use rustix::io::Errno;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -235,7 +235,7 @@ impl Connection {
             bad(format!("{} descriptors; a function has a register page, a kick and a call", fds.len()))
         })?;
         let imported = self.import(page, 2 * PAGE_BYTES as u64);
-        let (page, watched) = imported.map_err(|e| bad(format!("the register page: {e}")))?;
+        let (page, watched) = imported.map_err(|e| bad(format!("the register page: {}", error_chain(&e))))?;
         page.populate(0, page.len()).map_err(|e| bad(format!("the register page: {e}")))?;
         let page = Page::of(page).ok_or_else(|| bad("the register page is too short".to_owned()))?;
         let function = Function::new(limits, (ddr, hbm, queues), (page, kick, call), self.seat, &state.accounts)?;
@@ -302,7 +302,7 @@ impl Connection {
         let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
         let charge = self.charge(&state.accounts.memory, all / MAPPED_PER_BYTE + notes);
         let mapped = self.take_buffers(state, fds).and_then(|taken| {
-            let failed = |e: dmalane_dma::Error| Refused(Code::Failed, e.to_string());
+            let failed = |e: dmalane_dma::Error| Refused(Code::Failed, error_chain(&e));
             let charge = charge?;
             let mut buffers = Vec::new();
             let mut pinned = Vec::new();
@@ -363,7 +363,7 @@ impl Connection {
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
                         Refused(Code::Quota, text)
                     }
-                    e => Refused(Code::BadDescriptor, format!("descriptor {i}: {e}")),
+                    e => Refused(Code::BadDescriptor, format!("descriptor {i}: {}", error_chain(&e))),
                 })?;
                 let len = buf.len() as u64;
                 let _charge = _watched.is_none().then(|| self.charge(&state.accounts.memory, len)).transpose()?;

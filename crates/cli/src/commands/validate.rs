@@ -308,7 +308,7 @@ impl Validate {
             error,
             ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
         );
-        let failure = Failure::because(error.to_string(), &error).status(if usage { USAGE } else { 1 });
+        let failure = Failure::of(&error).status(if usage { USAGE } else { 1 });
         hint.into_iter().fold(failure, Failure::hint)
     }
 
