@@ -12,6 +12,7 @@ use crate::Region;
 
 /// Where a buffer goes in a device's memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub enum Placement {
     /// In the device's first region.
     #[default]

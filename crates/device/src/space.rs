@@ -79,6 +79,7 @@ pub trait AddressSpace: Send {
 
 /// The kinds of translation behind a device's virtual addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum AddressSpaceKind {
     /// Page tables that this library writes.
     PageTables {

@@ -20,6 +20,7 @@ pub struct Walked {
 
 /// Why a walk stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum FaultKind {
     /// The entry is not valid.
     NotPresent,

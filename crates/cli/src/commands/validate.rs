@@ -179,6 +179,7 @@ impl Validate {
         let mut watch = |event| match event {
             ValidateEvent::Steps(n) => bar.more_steps(n),
             ValidateEvent::Step(what) => bar.step(what),
+            _ => {}
         };
         let mut report = ValidateReport::default();
         let result = measure(&target, &settings, &mut report, &mut watch);
