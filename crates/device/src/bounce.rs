@@ -29,7 +29,7 @@ pub enum IoError {
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
     /// An operation was refused, failed or did not end in time; a device that has not let go of the buffer keeps it.
-    #[error("cannot access {at:?}")]
+    #[error("cannot access {at}")]
     Failed {
         /// Where on the device it begins.
         at: DeviceAddr,
