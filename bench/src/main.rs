@@ -129,7 +129,7 @@ fn main() -> ExitCode {
     let done = |result: Result<(), Box<dyn std::error::Error>>| match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("bench: {e}");
+            eprintln!("bench: {}", dmalane::error_chain(&*e));
             ExitCode::FAILURE
         }
     };
@@ -164,7 +164,7 @@ fn main() -> ExitCode {
     let report = match result {
         Ok(report) => report,
         Err(e) => {
-            eprintln!("bench: {e}");
+            eprintln!("bench: {}", dmalane::error_chain(&*e));
             return ExitCode::FAILURE;
         }
     };

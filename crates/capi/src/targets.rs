@@ -488,7 +488,7 @@ impl Opened {
         {
             let why = match why {
                 StopReason::Lost(_) => why,
-                why => StopReason::Lost(format!("it does not stop: {why}").into()),
+                why => StopReason::Lost(format!("it does not stop: {}", error_chain(&why)).into()),
             };
             for (number, flying) in flying {
                 let memories = std::mem::take(&mut flying.memories);

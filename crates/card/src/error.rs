@@ -13,8 +13,7 @@ use crate::Halt;
 #[non_exhaustive]
 pub enum Error {
     /// Memory, a mapping or a register could not be had.
-    // Not transparent, which would leave the error itself out of the causes.
-    #[error("{0}")]
+    #[error(transparent)]
     Bus(#[from] dmalane_dma::Error),
     /// The device is something else.
     #[error("the device's ID register reads {0:#x}, not that of a dmalane card")]

@@ -15,7 +15,7 @@ use dmalane::devices::{Ability, KINDS};
 use dmalane::file::{FileDeviceError, HoldsData};
 use dmalane::vfio::Bdf;
 use dmalane::vfio_user;
-use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
+use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, error_chain, load};
 
 use crate::failure::Failure;
 use crate::named::Named;
@@ -74,7 +74,7 @@ pub fn parse(text: &str) -> Result<DeviceSpec, String> {
             BadDeviceSpec::Kind { .. } if text.parse::<Bdf>().is_ok() => meant("vfio"),
             _ => "`dmalane devices` lists the devices of this machine".to_owned(),
         };
-        format!("{e}\nhint: {hint}")
+        format!("{}\nhint: {hint}", error_chain(&e))
     })
 }
 

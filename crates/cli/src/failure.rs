@@ -32,17 +32,16 @@ impl Failure {
 
     /// A failure with the error that caused it, and the errors that caused that one.
     pub fn because(message: impl Into<String>, cause: &(dyn Error + 'static)) -> Self {
-        let mut failure = Self::new(message);
-        for error in chain(cause) {
-            let text = plain(&error.to_string());
-            // Many errors repeat their source in their own message.
-            if !failure.causes.last().unwrap_or(&failure.message).contains(&text) {
-                failure.causes.push(text);
-            }
-            if let Some(io) = error.downcast_ref::<std::io::Error>() {
-                failure.hints.extend(help(io).map(str::to_owned));
-            }
-        }
+        let io = chain(cause).filter_map(|error| error.downcast_ref());
+        let hints = io.filter_map(help).map(str::to_owned).collect();
+        let causes = chain(cause).map(|error| plain(&error.to_string())).collect();
+        Self { causes, hints, ..Self::new(message) }
+    }
+
+    /// A failure whose message is that of an error, with the errors that caused it.
+    pub fn of(error: &(dyn Error + 'static)) -> Self {
+        let mut failure = Self::because("", error);
+        failure.message = failure.causes.remove(0);
         failure
     }
 
@@ -107,8 +106,7 @@ fn help(error: &std::io::Error) -> Option<&'static str> {
 
 impl<E: Error + 'static> From<E> for Failure {
     fn from(error: E) -> Self {
-        // `because` drops the first cause, which is the message again.
-        Self::because(error.to_string(), &error)
+        Self::of(&error)
     }
 }
 

@@ -54,10 +54,7 @@ impl ReadMode {
 
 /// The files of models: a directory and an index stand for those of theirs.
 pub fn set(paths: &[PathBuf]) -> Result<ModelSet, Failure> {
-    ModelSet::of(paths).map_err(|error| match &error {
-        Error::File { path, .. } | Error::Format { path, .. } => cannot_read(path, &error),
-        _ => error.into(),
-    })
+    Ok(ModelSet::of(paths)?)
 }
 
 /// The same, where all bytes of the files count.
@@ -67,11 +64,7 @@ pub fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
 
 /// Refuses a Git LFS pointer in place of a file that is read as it is.
 pub fn refuse_lfs_pointer(path: &Path, file: &File) -> Result<(), Failure> {
-    container::refuse_lfs_pointer(path, file).map_err(|e| cannot_read(path, &e))
-}
-
-fn cannot_read(path: &Path, error: &Error) -> Failure {
-    Failure::because(format!("cannot read {}", path.display()), error)
+    Ok(container::refuse_lfs_pointer(path, file)?)
 }
 
 /// Opens files, or `-`, and adds what had to be copied first.
@@ -127,8 +120,7 @@ pub fn manifest(path: Option<&Path>) -> Result<Manifest, Failure> {
     let Some(path) = path else { return Ok(Manifest::default()) };
     let source = SourceFile::open(path)?;
     let name = source.path.clone();
-    let read = Manifest::read_from(source.reader()?, &name);
-    read.map_err(|e| Failure::because(format!("cannot use {}", name.display()), &e))
+    Ok(Manifest::read_from(source.reader()?, &name)?)
 }
 
 /// Differences that are listed in a message.

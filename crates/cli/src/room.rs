@@ -51,8 +51,8 @@ impl<'a> LoadRoom<'a> {
         let memory = device.memory();
         let plain = flat && memory.regions().count() == 1;
         let group = match placement {
-            Placement::Default => memory.regions().next().map_or(String::new(), |region| region.group.to_string()),
             Placement::Named(name) | Placement::OneOf(name) => name.to_string(),
+            _ => memory.regions().next().map_or(String::new(), |region| region.group.to_string()),
         };
         let others = memory.regions().filter(|region| region.group != group);
         let others: Vec<u64> = others.map(|region| region.span.len()).collect();

@@ -55,8 +55,8 @@ pub enum Error {
         last: usize,
     },
     /// A call after which no other on the GPU's context succeeds.
-    #[error("{0}; the GPU's context is lost: open the GPU again, if need be in a new process")]
-    Lost(Box<Error>),
+    #[error("the GPU's context is lost: open the GPU again, if need be in a new process")]
+    Lost(#[source] Box<Error>),
     /// Device memory, or a bind, where something is already.
     #[error("something is mapped at {0:#x} already")]
     Mapped(u64),

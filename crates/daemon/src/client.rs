@@ -40,7 +40,7 @@ const STATUS_READS_PER_CHECK: u32 = 64;
 #[non_exhaustive]
 pub enum ClientError {
     /// The socket cannot be opened, or no daemon listens on it.
-    #[error("cannot connect to {}: {source} (is dmalaned running, and may this user open the socket?)", path.display())]
+    #[error("cannot connect to {} (is dmalaned running, and may this user open the socket?)", path.display())]
     Connect {
         /// The daemon's socket.
         path: PathBuf,
@@ -60,7 +60,7 @@ pub enum ClientError {
     },
     /// The socket belongs to another user than was expected.
     #[error(
-        "cannot use {}: {source}; if that is right, say so (-d daemon:SOCKET,server-uid=UID, \
+        "cannot use {}: if the user of the daemon is right, say so (-d daemon:SOCKET,server-uid=UID, \
          dmalaned status --server-uid UID)",
         path.display()
     )]
@@ -93,7 +93,7 @@ pub enum ClientError {
     )]
     NotShareable,
     /// A system call of the client failed.
-    #[error("{what}: {source}")]
+    #[error("{what}")]
     System {
         /// The operation that failed.
         what: &'static str,

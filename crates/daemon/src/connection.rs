@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 
 use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_REGISTERS};
-use dmalane_dma::{Error as DmaError, Mapping, Registrar, SharedBuf};
+use dmalane_dma::{Error as DmaError, Mapping, Registrar, SharedBuf, error_chain};
 use rustix::io::Errno;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -222,7 +222,7 @@ impl Connection {
         let [page, kick, call] = fds.try_into().map_err(|fds: Vec<_>| {
             bad("descriptors", &format!("{}; a function has a register page, a kick and a call", fds.len()))
         })?;
-        let page = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad_page(&e))?;
+        let page = self.import(page, 2 * PAGE_BYTES as u64).map_err(|e| bad_page(&error_chain(&e)))?;
         page.populate(0, page.len()).map_err(|e| bad_page(&e))?;
         let page = Page::of(page).ok_or_else(|| bad_page(&"too short"))?;
         let function = Function::new(limits, (ddr, hbm, queues), (page, kick, call), self.seat, &state.accounts)?;
@@ -268,7 +268,7 @@ impl Connection {
         let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
         let charge = state.accounts.memory.charge(self.seat, all / MAPPED_PER_BYTE + notes);
         let mapped = self.take_buffers(state, fds).and_then(|taken| {
-            let failed = |e: dmalane_dma::Error| Refused(Code::Failed, e.to_string());
+            let failed = |e: dmalane_dma::Error| Refused(Code::Failed, error_chain(&e));
             let charge = charge?;
             let mut buffers = Vec::new();
             let mut pinned = Vec::new();
@@ -332,7 +332,7 @@ impl Connection {
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
                         Refused(Code::Quota, text)
                     }
-                    e => bad(&e),
+                    e => bad(&error_chain(&e)),
                 })?;
                 let (len, memory) = (buf.len() as u64, &state.accounts.memory);
                 let _charge = self.guard.is_none().then(|| memory.charge(self.seat, len)).transpose()?;

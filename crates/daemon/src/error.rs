@@ -13,7 +13,7 @@ pub enum ServerError {
     #[error(transparent)]
     Config(#[from] BadConfig),
     /// The socket could not be created.
-    #[error("cannot listen at {}: {source}", path.display())]
+    #[error("cannot listen at {}", path.display())]
     Listen {
         /// Path of the socket.
         path: PathBuf,
@@ -29,7 +29,7 @@ pub enum ServerError {
     )]
     WrongSocket,
     /// A system call that the server needs failed.
-    #[error("cannot serve: {0}")]
+    #[error("cannot serve")]
     Io(#[from] io::Error),
     /// The process that starts those of clients has ended, and they with it: it was killed.
     #[error("the process that starts those of clients was killed")]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
+use dmalane_dma::error_chain;
 use dmalane_sim::{CardMemory, DevicePort, HostConfig, SoftCard, SoftHost, Workers};
 
 use crate::account::{Accounts, Charge};
@@ -50,7 +51,8 @@ impl Function {
         seat: usize,
         accounts: &Accounts,
     ) -> Result<Self, Refused> {
-        let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot create a function: {e}"));
+        let failed =
+            |e: &dyn std::error::Error| Refused(Code::Failed, format!("cannot create a function: {}", error_chain(e)));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
@@ -105,7 +107,7 @@ impl Function {
         }
         self.card.memory().write(CardAddr::new(offset), bytes).map_err(|e| {
             let code = if matches!(e, dmalane_sim::Error::NoMemory { .. }) { Code::Quota } else { Code::NoSuchThing };
-            Refused(code, e.to_string())
+            Refused(code, error_chain(&e))
         })
     }
 

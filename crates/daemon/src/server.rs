@@ -104,7 +104,7 @@ mod tests {
     use std::thread;
 
     use dmalane_card::Card;
-    use dmalane_dma::MemfdHeap;
+    use dmalane_dma::{MemfdHeap, error_chain};
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustix::net::SocketAddrUnix;
     use zerocopy::FromZeros;
@@ -328,7 +328,7 @@ mod tests {
         let ending: Vec<usize> = (1 << 40..(1 << 40) + 11).map(end).collect();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
-        let refused = Client::connect(options(&path)).unwrap_err().to_string();
+        let refused = error_chain(&Client::connect(options(&path)).unwrap_err());
         assert!(refused.contains("--user-share"), "{refused}");
         table.stand(ending[0]);
         let start = Instant::now();

@@ -19,7 +19,7 @@ use dmalane_daemon::wire::{
     ClientRequest, Code, FAILED, FailedAnswer, FunctionFiles, MAX_MESSAGE, MapSegment, MessageHeader, VERSION, failed,
 };
 use dmalane_daemon::{Client, ClientLimits, Config, can_watch_memory, status};
-use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
+use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf, error_chain};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -626,7 +626,7 @@ fn a_client_and_a_daemon_of_different_versions_say_which() {
         let text = format!("the client speaks versions {} to {}, the daemon 2", versions[0], versions[1]);
         peer.send(&failed(asked.seqno, Code::Version, &text), &[]).unwrap();
     });
-    let error = status(&dmalane_daemon::ClientOptions::new(&path)).unwrap_err().to_string();
+    let error = error_chain(&status(&dmalane_daemon::ClientOptions::new(&path)).unwrap_err());
     assert!(error.contains(&format!("the client speaks versions {VERSION} to {VERSION}, the daemon 2")), "{error}");
     old.join().unwrap();
 }

@@ -17,7 +17,7 @@ use dmalane_addr::Access;
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::Code;
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, Listener, Server};
-use dmalane_dma::{BufferSlice, Heap, MemfdHeap, Mmio, Registrar, SharedBuf};
+use dmalane_dma::{BufferSlice, Heap, MemfdHeap, Mmio, Registrar, SharedBuf, error_chain};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{
     Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, QueueAddr, Refusal, Registered,
@@ -334,7 +334,7 @@ fn a_daemon_is_killed_and_started_again() {
             match result {
                 Ok(()) => {}
                 Err(OpError::Stopped(StopReason::Lost(why))) => {
-                    let said = why.to_string();
+                    let said = error_chain(&*why);
                     assert!(said.contains("is gone") && said.contains("reconnect"), "{said}");
                 }
                 Err(e) => panic!("{e}"),

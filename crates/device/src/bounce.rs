@@ -29,11 +29,12 @@ pub enum IoError {
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
     /// An operation was refused, failed or did not end in time; a device that has not let go of the buffer keeps it.
-    #[error("{at:?}: {error}")]
+    #[error("cannot access {at}")]
     Failed {
         /// Where on the device it begins.
         at: DeviceAddr,
         /// How.
+        #[source]
         error: OpError,
     },
     /// An earlier operation has kept the buffer; a new one is needed.

@@ -23,7 +23,7 @@ pub enum LockError {
     #[error("its file is in use as a device: another process, or another open device of this process, has locked it")]
     InUse,
     /// The kernel's error.
-    #[error("cannot lock the device's file: {0}")]
+    #[error("cannot lock the device's file")]
     Failed(#[from] io::Error),
 }
 

@@ -79,6 +79,7 @@ pub trait AddressSpace: Send {
 
 /// The kinds of translation behind a device's virtual addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum AddressSpaceKind {
     /// Page tables that this library writes.
     PageTables {
@@ -137,12 +138,12 @@ pub enum SpaceError {
     #[error(transparent)]
     Vm(#[from] dmalane_vm::Error),
     /// The device could not be made to forget translations. Ranges that were unbound must not be used again.
-    #[error("cannot invalidate the device's translations: {0}")]
+    #[error("cannot invalidate the device's translations")]
     Invalidate(#[source] Box<dyn Error + Send + Sync>),
     /// The requests were refused before the driver was asked: its limits, or memory that is not there.
     #[error(transparent)]
     Refused(Box<dyn Error + Send + Sync>),
     /// The driver's call failed.
-    #[error(transparent)]
-    Driver(Box<dyn Error + Send + Sync>),
+    #[error("the device's driver failed")]
+    Driver(#[source] Box<dyn Error + Send + Sync>),
 }

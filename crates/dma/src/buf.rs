@@ -341,7 +341,7 @@ mod tests {
         assert!(imported.into_cpu().is_err(), "the other process has it too");
         // Descriptors that are refused.
         let memfd = |flags| rustix::fs::memfd_create("test", flags).unwrap();
-        let why = |fd: OwnedFd| SharedBuf::import(fd).map(drop).unwrap_err().to_string();
+        let why = |fd: OwnedFd| crate::error_chain(&SharedBuf::import(fd).map(drop).unwrap_err());
         let open = memfd(MemfdFlags::ALLOW_SEALING);
         rustix::fs::ftruncate(&open, 8192).unwrap();
         assert!(why(open).contains("F_SEAL_SHRINK"));

@@ -8,7 +8,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum Error {
     /// The kernel could not allocate memory.
-    #[error("cannot allocate {len} bytes of {kind}: {source}")]
+    #[error("cannot allocate {len} bytes of {kind}")]
     Allocate {
         /// Bytes requested.
         len: usize,
@@ -18,8 +18,8 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A file that cannot be imported as a buffer.
-    #[error("cannot import memory: {0}")]
-    Import(std::io::Error),
+    #[error("cannot import memory")]
+    Import(#[source] std::io::Error),
     /// A length of zero, or one that does not fit the address space once rounded up to whole pages.
     #[error("cannot allocate a buffer of {0} bytes")]
     BadLength(usize),
@@ -59,7 +59,7 @@ pub enum Error {
     WholeBuffers,
     /// An error of the crate that implements the registrar; `downcast` gives its type.
     // Not transparent, which would leave the error itself out of the causes.
-    #[error("{0}")]
+    #[error("the device's driver failed")]
     Backend(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The buffer was pinned by another host.
     #[error("the buffer was pinned by another host")]
@@ -81,4 +81,10 @@ pub enum Error {
 
 fn list(heaps: &[(&'static str, String)]) -> String {
     heaps.iter().map(|(name, why)| format!("{name}: {why}")).collect::<Vec<_>>().join("; ")
+}
+
+/// The text of an error and those of its causes, with colons between them. In dmalane, no error repeats its source.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |&e| e.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

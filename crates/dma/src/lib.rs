@@ -38,7 +38,7 @@ mod volatile;
 pub use account::HeapStats;
 pub use buf::{CpuBuf, SharedBuf};
 pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
-pub use error::Error;
+pub use error::{Error, error_chain};
 pub use footprint::{Footprint, footprint};
 pub use heap::{
     Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapCapabilities, MemfdHeap, Needs, PageHeap, Picked, Pool, PoolStats,

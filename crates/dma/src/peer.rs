@@ -18,8 +18,8 @@ pub enum PeerError {
         trusted: Vec<u32>,
     },
     /// The kernel does not say whose it is.
-    #[error("the kernel does not say whose the socket is: {0}")]
-    Unknown(rustix::io::Errno),
+    #[error("the kernel does not say whose the socket is")]
+    Unknown(#[source] rustix::io::Errno),
 }
 
 fn names(users: &[u32]) -> String {

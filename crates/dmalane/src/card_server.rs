@@ -45,7 +45,7 @@ const RESET_TIMEOUT: Duration = Duration::from_secs(5);
 #[non_exhaustive]
 pub enum CardServerError {
     /// The socket cannot be created.
-    #[error("cannot listen at {}: {source}", path.display())]
+    #[error("cannot listen at {}", path.display())]
     Listen {
         /// The path of the socket.
         path: PathBuf,
@@ -53,8 +53,8 @@ pub enum CardServerError {
         source: io::Error,
     },
     /// Accepting a client failed.
-    #[error("cannot accept a client: {0}")]
-    Accept(io::Error),
+    #[error("cannot accept a client")]
+    Accept(#[source] io::Error),
     /// The card cannot be created.
     #[error(transparent)]
     Card(#[from] dmalane_sim::Error),

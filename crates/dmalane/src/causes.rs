@@ -1,12 +1,8 @@
-//! Errors as text, with their causes.
+//! Errors as text, with their causes, and what they say about the device.
 
 use std::error::Error;
 
-/// The message of an error with those of its causes that it does not repeat, separated by colons.
-pub fn error_chain(error: &dyn Error) -> String {
-    let causes = std::iter::successors(error.source(), |&e| e.source()).map(ToString::to_string);
-    causes.fold(error.to_string(), |text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") })
-}
+pub use dmalane_dma::error_chain;
 
 /// True when this error, or one of its causes, says that a device is lost: its driver has lost it, or the process that
 /// serves it has ended or does not answer. It must be opened again.

@@ -60,7 +60,7 @@ pub enum OpenError {
     #[error(transparent)]
     Spec(#[from] BadDeviceSpec),
     /// It could not be opened.
-    #[error("cannot open {spec}: {source}")]
+    #[error("cannot open {spec}")]
     Device {
         /// Which device.
         spec: DeviceSpec,

@@ -209,7 +209,7 @@ mod tests {
             ("slash:0,ring=16", "the option ring=INDEX of slash: not a number from 0 to 15"),
             ("vrtd:/x#y", "vrtd[:SOCKET][#N]: "),
         ] {
-            let error = bad.parse::<DeviceSpec>().unwrap_err().to_string();
+            let error = crate::error_chain(&bad.parse::<DeviceSpec>().unwrap_err());
             assert!(error.contains(why), "{bad}: {error}");
         }
     }

@@ -56,7 +56,7 @@ const CRATES: &[Crate] = &[
     Crate::std("file", &["addr", "dma", "queue", "device"]),
     Crate::std("card", &["addr", "iopt", "vm", "dma", "queue", "device"]),
     Crate::std("sim", &["addr", "iopt", "dma", "queue", "card"]).tests_use(&["device"]),
-    Crate::std("vfio", &["addr", "dma"]).tests_use(&["queue"]),
+    Crate::std("vfio", &["addr", "dma"]).tests_use(&["queue", "device"]),
     Crate::std("vfio-user", &["addr", "dma"]),
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card", "sim"]),
     Crate::std("vulkan", &["addr", "vm", "dma", "queue", "device"]),
@@ -409,6 +409,51 @@ fn crates_without_an_operating_system_say_so() {
         let text = read(&root().join("crates").join(c.dir).join("src/lib.rs"));
         assert!(code_only(&text).contains("#![no_std]"), "crates/{}: no #![no_std]", c.dir);
     }
+}
+
+#[test]
+fn the_text_of_an_error_does_not_contain_its_source() {
+    let mut wrong = Vec::new();
+    for path in sources().into_iter().filter(|path| relative(path).contains("/src/")) {
+        let text = read(&path);
+        for (at, _) in text.match_indices("#[error(") {
+            let rest = &text[at + "#[error(".len()..];
+            let (said, variant) = rest.split_once(")]\n").expect("an attribute ends");
+            let field = repeated(said, variant.split("#[error(").next().unwrap_or_default());
+            let line = text[..at].matches('\n').count() + 1;
+            wrong
+                .extend(field.map(|field| format!("{}:{line}: the text has {{{field}}}, its source", relative(&path))));
+        }
+    }
+    report(&wrong);
+}
+
+/// The source in the text of an error of `thiserror`: its attribute, and what follows up to the next one.
+fn repeated<'a>(said: &str, variant: &'a str) -> Option<&'a str> {
+    let body = variant.trim_start().trim_start_matches("pub ").trim_start_matches(['_', '#']);
+    let end = body.find(['(', '{', ','])?;
+    let (source, rest) = match body[end..].starts_with('(') {
+        true => ("0", body[end..].lines().next()?),
+        false => ("source", body[end..].split("\n    },").next()?),
+    };
+    let marked = rest.split_once("#[source]").or(rest.split_once("#[from]")).map(|(_, field)| field.trim_start());
+    let name = marked.and_then(|field| field.split_once(':')).map(|(name, _)| name.trim_start_matches("pub "));
+    let source =
+        if source == "0" { marked.map(|_| "0") } else { name.or(rest.contains(" source: ").then_some(source)) };
+    source.filter(|field| said.contains(&format!("{{{field}}}")) || said.contains(&format!("{{{field}:")))
+}
+
+#[test]
+fn a_source_in_the_text_of_an_error_is_seen() {
+    for (said, variant) in [
+        ("\"cannot open: {source}\"", "    Open {\n        /// Why.\n        source: io::Error,\n    },\n"),
+        ("\"cannot open: {0}\"", "    Open(#[from] io::Error),\n"),
+        ("\"{error}\"", "pub struct Failed {\n    /// Why.\n    #[source]\n    pub error: OpError,\n}\n"),
+    ] {
+        assert!(repeated(said, variant).is_some(), "{variant}");
+        assert_eq!(repeated("\"cannot open {path}\"", variant), None);
+    }
+    assert_eq!(repeated("\"{0}\"", "    Bad(String),\n"), None);
 }
 
 #[test]

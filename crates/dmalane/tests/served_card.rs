@@ -15,7 +15,7 @@ use dmalane::dma::{AnonHeap, Heap, SharedBuf};
 use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, Work, run};
 use dmalane::vfio::{BarAlignment, BarMap, Bdf, Error, VfioBus, VfioContainer};
-use dmalane::{CARD_PCI_ID, PciCardError, open_pci_card};
+use dmalane::{CARD_PCI_ID, PciCardError, error_chain, open_pci_card};
 
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
@@ -284,7 +284,7 @@ mod last {
         std::io::stderr().write_all(b"\nVM kill card\n").unwrap();
         std::thread::sleep(Duration::from_secs(5));
         let began = Instant::now();
-        let error = run(&mut channel, next, LONG).unwrap_err().to_string();
+        let error = error_chain(&run(&mut channel, next, LONG).unwrap_err());
         println!("after {:?}: {error}", began.elapsed());
         assert!(error.contains("read as ones"), "{error}");
         drop(channel);

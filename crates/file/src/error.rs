@@ -13,7 +13,7 @@ use crate::Residency;
 #[non_exhaustive]
 pub enum Error {
     /// The file cannot be opened: it is not there, or may not be read.
-    #[error("cannot open {}: {source}", path.display())]
+    #[error("cannot open {}", path.display())]
     Open {
         /// The file.
         path: PathBuf,
@@ -29,7 +29,7 @@ pub enum Error {
         kind: &'static str,
     },
     /// [`Mode::Direct`](crate::Mode::Direct) was asked for, and there is no direct I/O on this file.
-    #[error("no direct I/O on {}: {source}", path.display())]
+    #[error("no direct I/O on {}", path.display())]
     NoDirect {
         /// The file.
         path: PathBuf,
@@ -43,7 +43,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// [`Io::Uring`](crate::Io::Uring) was asked for, and the kernel refuses a ring.
-    #[error("no io_uring for {}: {source}", path.display())]
+    #[error("no io_uring for {}", path.display())]
     NoUring {
         /// The file.
         path: PathBuf,

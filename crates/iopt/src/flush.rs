@@ -12,8 +12,35 @@ use crate::list::List;
 /// [`PageTable::free_tables`](crate::PageTable::free_tables). A list that is dropped leaks its tables: better than a
 /// device that walks memory which belongs to somebody else by now.
 ///
-/// Lists of several unmaps may wait for one invalidation, as in a flush queue. Until then a device may still reach what
-/// was unmapped: neither the memory behind it nor its input addresses may serve anything else.
+/// Lists of several unmaps may wait for one invalidation, as in a gather. Until then a device may still reach what was
+/// unmapped: neither the memory behind it nor its input addresses may serve anything else.
+///
+/// ```
+/// # #[cfg(feature = "alloc")]
+/// # fn main() -> Result<(), dmalane_iopt::Error> {
+/// use dmalane_addr::{Access, Iova, PhysAddr, Span};
+/// use dmalane_iopt::{HeapTables, PageTable, VtdSecond48};
+///
+/// let mut table = PageTable::<VtdSecond48, Iova, PhysAddr, _>::new(HeapTables::new(PhysAddr::new(0x10_0000)))?;
+/// let buffers = [0x1000, 0x9000, 0x20_0000].map(|at| Span::new(Iova::new(at), 4096).unwrap());
+/// for buffer in buffers {
+///     table.map(buffer.first(), PhysAddr::new(0x4000_0000), 4096, Access::RW)?;
+/// }
+///
+/// let gather = buffers.iter().map(|buffer| table.unmap(*buffer)).collect::<Result<Vec<_>, _>>()?;
+///
+/// // One invalidation, of all that lies between; of the leaves only where no table has gone.
+/// let first = gather.iter().map(|list| list.span().first()).min().expect("three");
+/// let last = gather.iter().map(|list| list.span().last()).max().expect("three");
+/// let leaves_only = gather.iter().all(|list| list.tables().is_empty());
+/// // iommu.invalidate(Span::inclusive(first, last), leaves_only), and wait until it is done
+/// assert_eq!((first.bits(), last.bits(), leaves_only), (0x1000, 0x20_0fff, false));
+/// gather.into_iter().for_each(|list| table.free_tables(list));
+/// # Ok(())
+/// # }
+/// # #[cfg(not(feature = "alloc"))]
+/// # fn main() {}
+/// ```
 ///
 /// Without the feature `alloc` a list has room for 32 tables. Others that became empty stay in the tree, for the next
 /// map there or a later unmap.

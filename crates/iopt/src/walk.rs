@@ -19,6 +19,7 @@ pub struct Walked {
 
 /// Why a walk stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
 pub enum FaultKind {
     /// The entry is not valid.
     #[error("no mapping")]

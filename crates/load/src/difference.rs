@@ -10,6 +10,7 @@ use crate::container::{FormatError, Tensor};
 
 /// The kind of a region of a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum RegionKind {
     /// Everything before the first tensor; all of a file without tensors.
     Header,

@@ -25,7 +25,7 @@ pub enum Error {
     #[error(transparent)]
     Kept(#[from] KeepError),
     /// A file is not what it should be.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: cannot be used", path.display())]
     Format {
         /// Which file.
         path: PathBuf,
@@ -33,7 +33,7 @@ pub enum Error {
         source: FormatError,
     },
     /// A system call on a file failed.
-    #[error("{}: cannot {what}: {source}", path.display())]
+    #[error("{}: cannot {what}", path.display())]
     File {
         /// Which file.
         path: PathBuf,
@@ -46,7 +46,7 @@ pub enum Error {
     #[error(transparent)]
     Open(#[from] dmalane_file::Error),
     /// Bytes of a file could not be read.
-    #[error("{}: cannot read at {at}{}: {source}", path.display(), in_tensor(tensor))]
+    #[error("{}: cannot read at {at}{}", path.display(), in_tensor(tensor))]
     Read {
         /// Which file.
         path: PathBuf,
@@ -88,7 +88,7 @@ pub enum Error {
         limit: u64,
     },
     /// Bytes could not be moved to or from the device.
-    #[error("{}: cannot transfer the bytes at {at}{}: {source}", path.display(), in_tensor(tensor))]
+    #[error("{}: cannot transfer the bytes at {at}{}", path.display(), in_tensor(tensor))]
     Transfer {
         /// The file that the bytes belong to.
         path: PathBuf,
@@ -101,7 +101,7 @@ pub enum Error {
     },
     /// The device has no room for a file, or not the region that was asked for. Or its memory was given back wrongly: a
     /// bug.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: there is no device memory for it", path.display())]
     DeviceMemory {
         /// The file that did not fit.
         path: PathBuf,
@@ -117,7 +117,7 @@ pub enum Error {
         has: usize,
     },
     /// The segments of the card memory for a file could not be indexed.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: its device memory cannot be indexed", path.display())]
     Index {
         /// The file.
         path: PathBuf,
@@ -126,8 +126,7 @@ pub enum Error {
     },
     /// The device's address space: no range for a file, a tensor that cannot be bound, or a range that cannot be
     /// unbound.
-    #[error("{}: {}{source}", path.display(), tensor.as_ref().map_or(String::new(), |t| format!("cannot bind tensor \
-        {t:?}: ")))]
+    #[error("{}: cannot bind {}", path.display(), tensor.as_ref().map_or("it".into(), |t| format!("tensor {t:?}")))]
     Bind {
         /// The file.
         path: PathBuf,

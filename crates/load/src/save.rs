@@ -338,6 +338,7 @@ impl<'a> Saving<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dmalane_dma::error_chain;
     use std::os::unix::fs::symlink;
 
     fn save(path: &Path, bytes: &[u8]) -> Result<(), Error> {
@@ -351,7 +352,7 @@ mod tests {
         Output::new(at("new")).write(b"1").unwrap();
         fs::set_permissions(at("new"), Permissions::from_mode(0o600)).unwrap();
         for refused in [Output::new(at("new")).check(), Output::new(at("new")).write(b"x")] {
-            assert!(refused.unwrap_err().to_string().contains("it exists already"));
+            assert!(error_chain(&refused.unwrap_err()).contains("it exists already"));
         }
         save(&at("new"), b"22").unwrap();
         assert_eq!(
@@ -372,7 +373,7 @@ mod tests {
             (PathBuf::from(""), "a folder"),
         ] {
             let output = Output::new(&path).replace(true);
-            let error = output.check().unwrap_err().to_string();
+            let error = error_chain(&output.check().unwrap_err());
             assert!(error.contains(why) && error.contains(&*path.to_string_lossy()), "{error}");
             assert!(output.write(b"x").is_err());
         }
@@ -401,7 +402,7 @@ mod tests {
         for name in ["model", "hard", "soft"] {
             let output = Output::new(at(name)).replace(true).excluding(&at("model"), &model);
             for refused in [output.check(), output.write(b"x")] {
-                let error = refused.unwrap_err().to_string();
+                let error = error_chain(&refused.unwrap_err());
                 assert!(error.contains("it is the input") && error.ends_with("model"), "{error}");
             }
         }
@@ -409,7 +410,7 @@ mod tests {
         let output = Output::new(at("late")).replace(true).excluding(&at("model"), &model);
         let saving = output.begin().unwrap();
         fs::rename(at("model"), at("late")).unwrap();
-        assert!(saving.finish().unwrap_err().to_string().contains("it is the input"));
+        assert!(error_chain(&saving.finish().unwrap_err()).contains("it is the input"));
         let output = Output::new(at("fresh"));
         let saving = output.begin().unwrap();
         fs::write(at("fresh"), b"someone else's").unwrap();
@@ -428,14 +429,14 @@ mod tests {
         fs::write(at("mine/precious"), b"precious").unwrap();
         symlink(at("mine/precious"), at("open/link")).unwrap();
         symlink(at("mine"), at("open/way")).unwrap();
-        let error = save(&at("open/link"), b"x").unwrap_err().to_string();
+        let error = error_chain(&save(&at("open/link"), b"x").unwrap_err());
         assert!(error.contains("open/link is a symbolic link in a directory that others can write"), "{error}");
         // A link of one's own on the way is followed; one of another user's is not.
         save(&at("open/way/precious"), b"precious").unwrap();
         save(&at("open/way/more"), b"more").unwrap();
         if rustix::process::geteuid().is_root() {
             std::os::unix::fs::lchown(at("open/way"), Some(65534), Some(65534)).unwrap();
-            assert!(save(&at("open/way/precious"), b"x").unwrap_err().to_string().contains("symbolic link"));
+            assert!(error_chain(&save(&at("open/way/precious"), b"x").unwrap_err()).contains("symbolic link"));
         }
         save(&at("open/plain"), b"1").unwrap();
         save(&at("open/plain"), b"2").unwrap();

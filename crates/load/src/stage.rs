@@ -5,6 +5,7 @@ use std::time::Duration;
 
 /// A stage of the path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
 pub enum Stage {
     /// Parsing headers, and giving tensors their places on the device.
     Parse,

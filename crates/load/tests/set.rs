@@ -5,6 +5,7 @@ use std::io::{Seek, SeekFrom};
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use dmalane_dma::error_chain;
 use dmalane_load::{HostModel, ModelOptions, OpenFile};
 
 /// A safetensors file of tensors of one float each.
@@ -46,7 +47,7 @@ fn loaded(files: &[(&str, Vec<u8>)], path: &str) -> Result<Vec<(String, f32)>, S
         std::fs::write(folder.path().join(name), bytes).unwrap();
     }
     let open = |path: &Path| HostModel::open([path], ModelOptions::default());
-    let model = open(&folder.path().join(path)).map_err(|e| e.to_string())?;
+    let model = open(&folder.path().join(path)).map_err(|e| error_chain(&e))?;
     let mut tensors: Vec<(String, f32)> = model
         .tensors()
         .map(|tensor| {
@@ -117,7 +118,7 @@ fn files_of_no_known_kind_are_models_only_where_raw_ones_are_allowed() {
         assert!(open(false).is_ok(), "{name}");
         match open(true) {
             Ok(model) => assert!(what.is_empty() && model.tensors().count() == 1, "{name}"),
-            Err(error) => assert!(!what.is_empty() && error.to_string().contains(what), "{name}: {error}"),
+            Err(error) => assert!(!what.is_empty() && error_chain(&error).contains(what), "{name}: {error}"),
         }
     }
 }
@@ -158,6 +159,6 @@ fn a_pipe_that_took_the_place_of_a_file_is_told_and_waited_for_by_nobody() {
     let model = HostModel::open([&path], ModelOptions::default()).unwrap();
     std::fs::remove_file(&path).unwrap();
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
-    let error = model.files()[0].open().unwrap_err().to_string();
+    let error = error_chain(&model.files()[0].open().unwrap_err());
     assert!(error.contains("it was changed or replaced meanwhile"), "{error}");
 }

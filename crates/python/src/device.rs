@@ -11,7 +11,7 @@ use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
 use dmalane::load::{BadAlign, Block, Loaded, OpenDevice, TensorAlign, model_heap};
-use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement};
+use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement, error_chain};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -85,7 +85,7 @@ pub(crate) fn borrow(device: &OpenDevice, mut pieces: Vec<(u64, u64)>) -> Result
 impl Device {
     #[new]
     fn new(py: Python<'_>, spec: String) -> PyResult<Self> {
-        let parsed = spec.parse().map_err(|e| Failure::new("DeviceError", format!("{e}")))?;
+        let parsed = spec.parse().map_err(|e| Failure::new("DeviceError", error_chain(&e)))?;
         let opened = interrupt::quietly(py, || OpenOptions::default().open(&parsed))?;
         let device = Mutex::new(opened.map_err(Failure::from)?);
         Ok(Self { device: Arc::new(OfProcess::new(device)), spec })
@@ -184,7 +184,7 @@ impl Device {
     fn alloc(&self, py: Python<'_>, size: u64) -> PyResult<u64> {
         let span = py.detach(|| {
             let span = lock(&self.device)?.memory_mut().reserve(size);
-            span.map_err(|e| Failure::new("OutOfMemoryError", e.to_string()).number("wanted", size))
+            span.map_err(|e| Failure::new("OutOfMemoryError", error_chain(&e)).number("wanted", size))
         })?;
         Ok(span.first().bits())
     }

@@ -1,6 +1,6 @@
 //! The addresses that operations of a queue name.
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 
 use dmalane_addr::{Address, CardAddr, DeviceVa, FileOffset};
 
@@ -35,6 +35,15 @@ pub enum DeviceAddr {
     Card(CardAddr),
     /// An address that the device's MMU translates.
     Va(DeviceVa),
+}
+
+impl fmt::Display for DeviceAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Card(at) => fmt::Display::fmt(at, f),
+            Self::Va(at) => fmt::Display::fmt(at, f),
+        }
+    }
 }
 
 impl QueueAddr for DeviceAddr {

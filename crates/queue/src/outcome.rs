@@ -41,11 +41,12 @@ const _: () = assert!(size_of::<Operation>() <= 72 && size_of::<Completion>() <=
 
 /// An operation that was not accepted, given back whole.
 #[derive(Debug, Error)]
-#[error("{reason}")]
+#[error("the operation was not accepted")]
 pub struct Refused<A: std::fmt::Debug = crate::DeviceAddr> {
     /// The operation as it was submitted.
     pub operation: Operation<A>,
     /// Why.
+    #[source]
     pub reason: Refusal,
 }
 

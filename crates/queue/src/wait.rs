@@ -8,13 +8,14 @@ use crate::{Completion, OpError, Operation, Queue, Refusal, Refused, StopReason}
 
 /// Why [`run`] did not move the bytes.
 #[derive(Debug, Error)]
-#[error("{error}")]
+#[error("the operation was not done")]
 pub struct RunError<A: std::fmt::Debug = crate::DeviceAddr> {
     /// The operation, unless the queue still owns its buffers: it did not end in time, or the queue has halted and its
     /// device has not let go of them.
     pub operation: Option<Operation<A>>,
     /// The failure: [`OpError::Refused`] for an operation that the queue did not take, [`OpError::Stopped`] for one
     /// that it has not given back.
+    #[source]
     pub error: OpError,
 }
 

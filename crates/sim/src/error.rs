@@ -29,7 +29,7 @@ pub enum Error {
         len: u64,
     },
     /// The machine has no memory left to stand for the card's.
-    #[error("no memory for the card's at {at}: {source}")]
+    #[error("no memory for the card's at {at}")]
     NoMemory {
         /// The start of the block that could not be had.
         at: CardAddr,
@@ -37,10 +37,10 @@ pub enum Error {
         source: std::io::Error,
     },
     /// No thread for a channel's worker.
-    #[error("cannot start a worker: {0}")]
-    NoThread(std::io::Error),
+    #[error("cannot start a worker")]
+    NoThread(#[source] std::io::Error),
     /// The IOMMU's page tables refused the mapping.
-    #[error("cannot map {span}: {source}")]
+    #[error("cannot map {span}")]
     PageTable {
         /// Where the buffer was to appear.
         span: Span<Iova>,

@@ -256,6 +256,7 @@ dmalane_dma::debug_as!(SlashDevice, |it| "SlashDevice({})", it.info.pci.as_deref
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dmalane_dma::error_chain;
 
     #[test]
     fn cards_are_found_by_their_nodes() {
@@ -279,7 +280,7 @@ mod tests {
         for wrong in ["", "-1", "+1", "x", "/dev/slash_qdma_ctl0", "4294967296", "0,ring=1"] {
             assert!(wrong.parse::<Node>().is_err(), "{wrong}");
         }
-        let missing = SlashDevice::open(Node(4_000_000), SlashOptions::default()).unwrap_err().to_string();
+        let missing = error_chain(&SlashDevice::open(Node(4_000_000), SlashOptions::default()).unwrap_err());
         assert!(missing.contains("modprobe slash"), "{missing}");
     }
 }

@@ -14,7 +14,7 @@ use crate::kernel::Request;
 #[non_exhaustive]
 pub enum Error {
     /// The node cannot be opened.
-    #[error("cannot open {}: {source}{}", path.display(), opening(source))]
+    #[error("cannot open {}{}", path.display(), opening(source))]
     Open {
         /// The driver's node.
         path: PathBuf,
@@ -22,7 +22,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The daemon vrtd cannot be used.
-    #[error("cannot use vrtd at {}: {source}{}", socket.display(), connecting(source))]
+    #[error("cannot use vrtd at {}{}", socket.display(), connecting(source))]
     Vrtd {
         /// Its socket.
         socket: PathBuf,
@@ -30,7 +30,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The process behind the daemon's socket is another user's.
-    #[error("cannot use vrtd at {}: {source}", socket.display())]
+    #[error("cannot use vrtd at {}", socket.display())]
     WrongServer {
         /// Its socket.
         socket: PathBuf,
@@ -47,7 +47,7 @@ pub enum Error {
         found: String,
     },
     /// A call failed.
-    #[error("{call} failed: {source}{}", calling(call, source))]
+    #[error("{call} failed{}", calling(call, source))]
     Call {
         /// The driver's name of the call.
         call: &'static str,
@@ -63,11 +63,11 @@ pub enum Error {
         what: String,
     },
     /// Transfers cannot be started.
-    #[error("the driver cannot start transfers (TRANSFER): {0}")]
-    NoBegin(io::Error),
+    #[error("the driver cannot start transfers (TRANSFER)")]
+    NoBegin(#[source] io::Error),
     /// The driver does not say how transfers ended.
-    #[error("the driver does not say how transfers ended (TRANSFER): {0}")]
-    NoEnd(io::Error),
+    #[error("the driver does not say how transfers ended (TRANSFER)")]
+    NoEnd(#[source] io::Error),
     /// The driver moved a different number of bytes than requested.
     #[error("the driver moved {moved} of {wanted} bytes (TRANSFER)")]
     Short {
@@ -77,7 +77,7 @@ pub enum Error {
         moved: u64,
     },
     /// A transfer failed on the way.
-    #[error("{source}; {len} bytes at {at} and on are in an unknown state")]
+    #[error("{len} bytes at {at} and on are in an unknown state")]
     Unknown {
         /// Bytes of the transfer.
         len: u64,
@@ -87,16 +87,17 @@ pub enum Error {
         source: Box<Error>,
     },
     /// A queue failed, and may still use its buffers.
-    #[error("{failure}, and the queue cannot be stopped ({source}): its buffers are never freed")]
+    #[error("the queue cannot be stopped ({stopping}): its buffers are never freed")]
     Unstoppable {
         /// The failure.
+        #[source]
         failure: Box<Error>,
         /// Why it cannot be stopped.
-        source: io::Error,
+        stopping: io::Error,
     },
     /// A buffer of the driver cannot be mapped.
-    #[error("cannot map a buffer of the driver: {0}")]
-    Map(io::Error),
+    #[error("cannot map a buffer of the driver")]
+    Map(#[source] io::Error),
     /// Host memory that is not the driver's.
     #[error("the card reaches only buffers that its driver allocates: take memory of the device's own heap")]
     Foreign,
@@ -107,8 +108,8 @@ pub enum Error {
     #[error("{0:?} is not the number N of a node /dev/slash_qdma_ctlN")]
     Name(String),
     /// The queue's thread cannot be started.
-    #[error("cannot start a thread: {0}")]
-    Thread(io::Error),
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
 }
 
 impl Error {

@@ -345,8 +345,8 @@ impl Worker {
                 shared.ended.notify_all();
                 Some(self)
             }
-            Err(source) => {
-                let lost = Error::Unstoppable { failure: Box::new(why), source };
+            Err(stopping) => {
+                let lost = Error::Unstoppable { failure: Box::new(why), stopping };
                 state.halted.get_or_insert_with(|| StopReason::Lost(lost.into()));
                 state.stuck = true;
                 // The queue counts them as in flight for ever.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_device::conformance::suite;
-use dmalane_dma::{BufferSlice, Heap};
+use dmalane_dma::{BufferSlice, Heap, error_chain};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Registered, StopReason, drain, run};
 use dmalane_slash::{DDR, HBM, Node, SlashDevice, SlashOptions, quarantined_bytes};
 use rustix::fs::{Mode, OFlags};
@@ -196,7 +196,7 @@ fn the_module_stays_while_it_is_used_and_goes_afterwards() {
         rmmod().status.success()
     });
     assert!(removed, "nothing uses it any more");
-    let error = SlashDevice::open(Node(0), SlashOptions::default()).unwrap_err().to_string();
+    let error = error_chain(&SlashDevice::open(Node(0), SlashOptions::default()).unwrap_err());
     assert!(error.contains("modprobe slash"), "{error}");
     let loaded = Command::new("insmod").arg("/modules/slash_stub.ko").status().unwrap();
     assert!(loaded.success());

@@ -63,8 +63,8 @@ pub enum ValidateError {
     #[error(transparent)]
     Lock(#[from] dmalane_device::contents::LockError),
     /// The contents of the device's file cannot be read, so nothing was written.
-    #[error("cannot read the device's contents: {0}")]
-    Contents(std::io::Error),
+    #[error("cannot read the device's contents")]
+    Contents(#[source] std::io::Error),
     /// The device is a character device, which may hold data, and [`Contents`](crate::Contents) does not allow to
     /// overwrite them.
     #[error("{0} is a character device, whose contents would be overwritten")]
@@ -76,8 +76,8 @@ pub enum ValidateError {
     #[error("interrupted")]
     Interrupted,
     /// No thread could be started.
-    #[error("cannot start a thread: {0}")]
-    Thread(std::io::Error),
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
     /// Not as much memory as buffers and references take.
     #[error("{} of memory are needed, and there is room for {} ({limited_by})", size(*needed), size(*have))]
     NoMemoryFor {
@@ -89,15 +89,16 @@ pub enum ValidateError {
         limited_by: String,
     },
     /// A transfer was not accepted.
-    #[error("a transfer to {at} was refused: {reason}")]
+    #[error("a transfer to {at} was refused")]
     Refused {
         /// Where on the device.
         at: CardAddr,
         /// Why.
+        #[source]
         reason: Refusal,
     },
     /// A transfer failed.
-    #[error("{phase}, thread {thread}, {what} at {at}: {error}")]
+    #[error("{phase}, thread {thread}, {what} at {at}")]
     Failed {
         /// In which phase.
         phase: Phase,
@@ -108,16 +109,18 @@ pub enum ValidateError {
         /// Where on the device.
         at: CardAddr,
         /// How.
+        #[source]
         error: OpError,
     },
     /// A channel has halted, and its device lets go of nothing.
-    #[error("{phase}, thread {thread}: the channel has halted: {why}")]
+    #[error("{phase}, thread {thread}: the channel has halted")]
     Halted {
         /// In which phase.
         phase: Phase,
         /// Which thread.
         thread: usize,
         /// Why it has halted.
+        #[source]
         why: StopReason,
     },
     /// Nothing ends any more.
@@ -131,11 +134,11 @@ pub enum ValidateError {
         after: Duration,
     },
     /// Plain calls on the file failed while the reference was measured.
-    #[error("the reference could not be measured: {0}")]
-    Reference(std::io::Error),
+    #[error("the reference could not be measured")]
+    Reference(#[source] std::io::Error),
     /// Copies by the driver alone, which are the reference, failed.
-    #[error("the reference could not be measured by the device's driver: {0}")]
-    DriverCopies(Box<dyn std::error::Error + Send + Sync>),
+    #[error("the reference could not be measured by the device's driver")]
+    DriverCopies(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
 /// Bytes for people: in the largest unit of which they are a whole number.

@@ -97,6 +97,7 @@ impl ValidateReport {
 
 /// Progress of a validation.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum ValidateEvent {
     /// So many steps there will be.
     Steps(usize),

@@ -9,7 +9,7 @@ use dmalane_addr::{CardAddr, Span};
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::contents::LockError;
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDriver, RamDevice, Region};
-use dmalane_dma::Registrar;
+use dmalane_dma::{Registrar, error_chain};
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
     Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, Refusal, Refused,
@@ -137,7 +137,7 @@ fn files_pass_and_are_written_nowhere_else() {
 #[test]
 fn settings_that_make_no_sense_are_refused() {
     let target = soft(CardConfig::default());
-    let refused = |settings: ValidateSettings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
+    let refused = |settings: ValidateSettings| error_chain(&run(&target, &settings, &mut |_| {}).unwrap_err());
     for (settings, why) in [
         (ValidateSettings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
         (ValidateSettings { threads: 65, ..quick() }, "not from 1 to 64"),
@@ -440,7 +440,7 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
     let error = run(&wrong(Fault::Fails(20)), &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { phase: Phase::Ddr, .. }), "{error}");
-    assert!(error.to_string().contains("status 0x9"), "{error}");
+    assert!(error_chain(&error).contains("status 0x9"), "{error}");
 }
 
 #[test]
@@ -686,7 +686,7 @@ fn a_device_that_is_gone_is_told_of_soon() {
         let settings = ValidateSettings { threads, raw, pages: vec![Pages::Small], ..quick() };
         let begun = std::time::Instant::now();
         let error = run(&target, &settings, &mut |_| {}).unwrap_err();
-        assert!(error.to_string().contains("registers read as ones"), "{error}");
+        assert!(error_chain(&error).contains("registers read as ones"), "{error}");
         assert!(begun.elapsed() < target.timeout / 2, "{:?}", begun.elapsed());
     }
 }
@@ -830,5 +830,5 @@ fn only_memory_that_the_driver_has_allocated_is_used_and_it_is_freed() {
     assert!(live.is_empty(), "{live:?}");
     assert_eq!(in_all, 4 * (256 << 10) + 4096, "two buffers for each of two threads, behind the offset");
     let refused = run(&target(MIB), &settings, &mut |_| {}).unwrap_err();
-    assert!(refused.to_string().contains("the driver has no more"), "{refused}");
+    assert!(error_chain(&refused).contains("the driver has no more"), "{refused}");
 }

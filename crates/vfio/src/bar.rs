@@ -19,6 +19,7 @@ use crate::{Error, PciDevice, page_sizes, sys};
 
 /// The alignment of a mapped BAR's address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum BarAlignment {
     /// Aligned to the largest page of the running kernel that fits into the range.
     LargestPage,

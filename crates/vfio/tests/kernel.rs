@@ -1,7 +1,13 @@
 //! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices.
 //! `DMALANE_VFIO_BACKEND` selects the backend (type1 by default).
 
+#[allow(dead_code)] // their `main`
+#[path = "../examples/edu.rs"]
+mod driver;
 mod edu;
+#[allow(dead_code)]
+#[path = "../examples/peer.rs"]
+mod peer;
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -966,6 +972,15 @@ fn conformance() {
     let mut fixture = EduFixture { edu, heap, spare, window };
     suite(&mut fixture);
     drop(fixture);
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
+}
+
+#[test]
+fn the_examples_run() {
+    let ([edu, _], file_bar) = (edus(), functions(FILE_BAR.0)[0]);
+    let container = container();
+    driver::drive(&container, &edu).unwrap();
+    peer::share(&container, &file_bar, FILE_BAR.1, &edu).unwrap();
     assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
 }
 

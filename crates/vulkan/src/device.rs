@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, Region};
-use dmalane_dma::Registrar;
+use dmalane_dma::{Registrar, error_chain};
 use dmalane_queue::DeviceQueue;
 
 use crate::driver_copies::BackToBack;
@@ -72,7 +72,7 @@ impl VulkanDevice {
             () if gpu.exports() && !gpu.info().sparse_export => {
                 Err("the driver exports no memory that is bound to sparse buffers, and it is to be exported".to_owned())
             }
-            () => SparseMap::new(&gpu).map_err(|e| e.to_string()),
+            () => SparseMap::new(&gpu).map_err(|e| error_chain(&e)),
         };
         let granule = sparse.as_ref().map_or(PageSize::SIZE_4K, |map| map.granule());
         notes.push(match &sparse {

@@ -1,6 +1,7 @@
 //! Errors of the device.
 
 use ash::vk;
+use dmalane_dma::error_chain;
 use dmalane_queue::StopReason;
 use thiserror::Error;
 
@@ -76,7 +77,7 @@ pub enum Error {
     #[error("this memory cannot be exported: the driver exports no dma-bufs, or it was not allocated for that")]
     NotExportable,
     /// Host memory that cannot be imported, neither by its address nor as a dma-buf.
-    #[error("{by_address}; as a dma-buf: {as_dma_buf}")]
+    #[error("{}; as a dma-buf: {}", error_chain(by_address), error_chain(as_dma_buf))]
     Import {
         /// Why not by its address.
         by_address: Box<Error>,
@@ -84,8 +85,8 @@ pub enum Error {
         as_dma_buf: Box<Error>,
     },
     /// Host memory of which there is no dma-buf.
-    #[error("there is no dma-buf of it: {0}")]
-    Descriptor(std::io::Error),
+    #[error("there is no dma-buf of it")]
+    Descriptor(#[source] std::io::Error),
     /// The range of card addresses was allocated before, or is none.
     #[error("the range {0} of device memory cannot be allocated")]
     Range(dmalane_addr::Span<dmalane_addr::CardAddr>),
@@ -123,7 +124,7 @@ pub enum Error {
         page: dmalane_addr::PageSize,
     },
     /// The driver has no memory left.
-    #[error("no {len} bytes of memory are left ({source}); {}", match free {
+    #[error("no {len} bytes of memory are left; {}", match free {
         Some(free) => format!("{free} bytes of the GPU's memory are free"),
         None => "its driver does not say how much is free (VK_EXT_memory_budget)".to_owned(),
     })]
@@ -136,8 +137,8 @@ pub enum Error {
         source: CallError,
     },
     /// The GPU was reset or removed while it was used; this call reported it.
-    #[error("the GPU is lost ({0}): see the kernel log")]
-    Lost(CallError),
+    #[error("the GPU is lost: see the kernel log")]
+    Lost(#[source] CallError),
     /// A call failed.
     #[error(transparent)]
     Call(CallError),

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ash::{Device, ext, khr, vk};
-use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSlice};
+use dmalane_dma::{AnonHeap, BufferRef, DriverMemory, Heap, PageKind, VolatileSlice, error_chain};
 
 use crate::error::{CallError, Error};
 use crate::library::{DMA_BUF, Found, GpuInfo, Library, SPARSE, copied};
@@ -260,7 +260,7 @@ impl Gpu {
         let memory = AnonHeap::starting_at(PageKind::Base).allocate(1).ok()?.share().reference();
         let refused = match memory.len() {
             page if align > page as u64 => format!("only at multiples of {align} bytes, and pages have {page}"),
-            page => self.import(&memory, 0, page).err()?.to_string(),
+            page => error_chain(&self.import(&memory, 0, page).err()?),
         };
         Some(self.refused.get_or_init(|| refused))
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use ash::vk;
 use dmalane_addr::{Access, SgIndex, SgTable, Span};
 use dmalane_device::{AddressSpaceKind, Device, DriverCopy, Placement};
-use dmalane_dma::{Heap, Registrar, SharedBuf};
+use dmalane_dma::{Heap, Registrar, SharedBuf, error_chain};
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, OpError, Operation, Registered, Shape, StopReason, drain,
 };
@@ -55,22 +55,22 @@ fn checked(messages: &Messages) {
 }
 
 fn register(registrar: &dyn Registrar, heap: &dyn Heap, bytes: &[u8]) -> Result<(SharedBuf, Registered), String> {
-    let mut buf = heap.allocate(bytes.len()).map_err(|e| e.to_string())?;
+    let mut buf = heap.allocate(bytes.len()).map_err(|e| error_chain(&e))?;
     buf.copy_from_slice(bytes);
     let buf = buf.share();
-    let via = Registered::new(registrar, &buf, Access::RW).map_err(|e| e.to_string())?;
+    let via = Registered::new(registrar, &buf, Access::RW).map_err(|e| error_chain(&e))?;
     Ok((buf, via))
 }
 
 fn run(queue: &mut DeviceQueue, operations: Vec<Operation>) -> Result<Vec<Completion>, String> {
     for operation in operations {
-        let _ticket = queue.submit(operation).map_err(|e| e.to_string())?;
+        let _ticket = queue.submit(operation).map_err(|e| error_chain(&e))?;
     }
     let done = drain(queue, LONG);
     match done.iter().find_map(|c| c.result.as_ref().err()) {
         Some(e) => {
             assert!(!matches!(e, OpError::Stopped(_)) || queue.halted().is_some(), "{e}, and the queue goes on");
-            Err(e.to_string())
+            Err(error_chain(&e))
         }
         None => Ok(done),
     }
@@ -81,7 +81,7 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
     let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
     let heap = registrar.heap(None);
     let result = (|| {
-        let table = memory.allocate(4 << 20, &Placement::Default).map_err(|e| e.to_string())?;
+        let table = memory.allocate(4 << 20, &Placement::Default).map_err(|e| error_chain(&e))?;
         let first = table.segments().next().expect("memory").addr;
         let at = |offset: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + offset));
         let bytes: Vec<u8> = (0..LEN).map(|i| (i * 31 % 251) as u8).collect();
@@ -102,17 +102,17 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
         let mut got = vec![0; LEN];
         back.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
         assert!(got == bytes, "what was copied within the GPU");
-        let mut driver = device.driver_copies().map_err(|e| e.to_string())?.expect("a driver copies");
+        let mut driver = device.driver_copies().map_err(|e| error_chain(&*e))?.expect("a driver copies");
         let (buf, host) = register(&*registrar, &*heap, &vec![0; LEN])?;
         let copy = DriverCopy { direction: Direction::ToHost, host, offset: 0, at: first, len: LEN as u64 };
-        driver.copy(&[copy], 2).map_err(|e| e.to_string())?;
+        driver.copy(&[copy], 2).map_err(|e| error_chain(&*e))?;
         buf.into_slice().read(0, &mut got).unwrap();
         assert!(got == bytes, "what the driver copied");
         drop(driver);
         let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
         let page = device.address_space().page().bytes();
         let space = device.address_space();
-        let range = space.reserve(&table, 4 << 20).map_err(|e| e.to_string())?;
+        let range = space.reserve(&table, 4 << 20).map_err(|e| error_chain(&e))?;
         let bound = space
             .apply(&[BindRequest::Bind {
                 va: range.first(),
@@ -121,16 +121,16 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
                 len: page.max(1 << 20),
                 access: Access::RW,
             }])
-            .map_err(|e| e.to_string());
+            .map_err(|e| error_chain(&e));
         let seen = bound.and_then(|()| {
             let at = space.at(range.first());
             let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
             run(queue, vec![Operation::read(HostSlice::from((buf.into_slice(), via)), at)])
         });
-        space.release(range).map_err(|e| e.to_string())?;
+        space.release(range).map_err(|e| error_chain(&e))?;
         seen?.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
         assert!(got == bytes, "what was bound");
-        memory.free(table.segments()).map_err(|e| e.to_string())
+        memory.free(table.segments()).map_err(|e| error_chain(&e))
     })();
     if device.shared().check().is_err() {
         let refused = refusals(device, &mut memory, &mut *queues[0]);
@@ -158,14 +158,14 @@ fn refusals(
     let (_buf, host) = register(&*registrar, &*registrar.heap(None), &[0; 4096]).unwrap();
     let copy = DriverCopy { direction: Direction::ToHost, host, offset: 0, at: first, len: 4096 };
     let mut driver = device.driver_copies().unwrap().expect("a driver copies");
-    whys.push(driver.copy(&[copy], 1).unwrap_err().to_string());
+    whys.push(error_chain(&*driver.copy(&[copy], 1).unwrap_err()));
     if device.sparse_pages().is_some() {
         let bo = Arc::new(Bo::new(2, SgIndex::from_table(&table).unwrap()));
         let space = device.address_space();
         let va = space.reserve(&table, 1 << 20).unwrap().first();
         let bound =
             space.apply(&[BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: 1 << 20, access: Access::RW }]);
-        whys.extend([bound, space.settle()].map(|done| done.unwrap_err().to_string()));
+        whys.extend([bound, space.settle()].map(|done| error_chain(&done.unwrap_err())));
     }
     whys
 }
@@ -201,7 +201,7 @@ fn make_every_call_fail(host_import: bool) {
                     let outcome = use_all(&mut device);
                     (outcome, device.info().notes.join("\n"), faults.failed().is_some())
                 }
-                Err(e) => (Err(e.to_string()), String::new(), true),
+                Err(e) => (Err(error_chain(&e)), String::new(), true),
             };
             let Some(call) = faults.failed() else {
                 outcome.unwrap();
@@ -383,7 +383,7 @@ fn where_import_takes_more_than_a_page_the_driver_allocates_host_memory() {
 fn a_gpu_without_memory_says_how_much_is_free() {
     let Some(mut gpu) = Opened::new(false) else { return };
     gpu.faults.fail_call("vkAllocateMemory", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
-    let error = chain(&gpu.memory.allocate(1 << 20, &Placement::Default).unwrap_err());
+    let error = error_chain(&gpu.memory.allocate(1 << 20, &Placement::Default).unwrap_err());
     let free = error.contains("bytes of the GPU's memory are free") || error.contains("VK_EXT_memory_budget");
     assert!(free && error.contains("no 1048576 bytes") && error.contains("vkAllocateMemory"), "{error}");
     gpu.end();
@@ -478,11 +478,11 @@ fn the_drivers_limits_hold_for_host_memory_too() {
         VulkanOptions { sparse: false, largest: Some(4 << 20), host_import: false, ..VulkanOptions::default() };
     let Some(gpu) = Opened::with(&options) else { return };
     let heap = gpu.registrar.heap(None);
-    let error = chain(&heap.allocate(8 << 20).unwrap_err());
+    let error = error_chain(&heap.allocate(8 << 20).unwrap_err());
     assert!(error.contains("of 8388608 bytes is larger than the driver's largest (4194304)"), "{error}");
     let most = u64::from(gpu.device.gpu().max_allocations);
     gpu.live.memories.fetch_add(most, Ordering::Relaxed);
-    let error = chain(&heap.allocate(1 << 20).unwrap_err());
+    let error = error_chain(&heap.allocate(1 << 20).unwrap_err());
     gpu.live.memories.fetch_sub(most, Ordering::Relaxed);
     assert!(error.contains(&format!("makes {most} allocations at most")), "{error}");
     drop(heap.allocate(1 << 20).unwrap());
@@ -490,9 +490,6 @@ fn the_drivers_limits_hold_for_host_memory_too() {
 }
 
 /// An error and its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    std::iter::successors(Some(error), |e| e.source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
-}
 
 #[test]
 fn a_device_has_queues() {
@@ -657,6 +654,6 @@ fn gpus_are_found_by_number_name_and_uuid() {
     assert_eq!(three.address_space().kind(), AddressSpaceKind::Flat);
     assert_eq!(three.take_queues().len(), 3);
     let error = open("no such GPU").unwrap_err();
-    assert!(matches!(error, Error::NoSuchGpu { .. }) && error.to_string().contains(&first.name), "{error}");
+    assert!(matches!(error, Error::NoSuchGpu { .. }) && error_chain(&error).contains(&first.name), "{error}");
     assert!(matches!(open("4000000000"), Err(Error::NoSuchGpu { .. })));
 }

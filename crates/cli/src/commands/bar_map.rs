@@ -189,8 +189,8 @@ fn largest(device: &PciDevice) -> Option<u32> {
 fn name(placement: BarAlignment) -> String {
     match placement {
         BarAlignment::LargestPage => "auto".to_owned(),
-        BarAlignment::Any => "none".to_owned(),
         BarAlignment::Exactly(page) => page.to_string(),
+        _ => "none".to_owned(),
     }
 }
 

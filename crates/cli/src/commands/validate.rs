@@ -179,6 +179,7 @@ impl Validate {
         let mut watch = |event| match event {
             ValidateEvent::Steps(n) => bar.more_steps(n),
             ValidateEvent::Step(what) => bar.step(what),
+            _ => {}
         };
         let mut report = ValidateReport::default();
         let result = measure(&target, &settings, &mut report, &mut watch);
@@ -308,7 +309,7 @@ impl Validate {
             error,
             ValidateError::Bad { .. } | ValidateError::NoChannel { .. } | ValidateError::ChannelCount { .. }
         );
-        let failure = Failure::because(error.to_string(), &error).status(if usage { USAGE } else { 1 });
+        let failure = Failure::of(&error).status(if usage { USAGE } else { 1 });
         hint.into_iter().fold(failure, Failure::hint)
     }
 

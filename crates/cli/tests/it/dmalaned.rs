@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use dmalane::addr::Access;
 use dmalane::card::regs::BAR_MEMORY;
 use dmalane::daemon::{Client, ClientOptions};
-use dmalane::dma::{Mmio, Registrar};
+use dmalane::dma::{Mmio, Registrar, error_chain};
 use dmalane::queue::Registered;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
@@ -419,7 +419,7 @@ fn a_daemon_with_little_memory_refuses_mappings_of_single_pages() {
             let pin = |page: usize| client.pin_range(&buf.reference(), page << 12..(page + 1) << 12).unwrap();
             match client.map_list((0..128).rev().map(pin).collect(), Access::RW) {
                 Ok(mapping) => mapped.push(mapping),
-                Err(e) => break e.to_string(),
+                Err(e) => break error_chain(&e),
             }
         };
         assert!(child.try_wait().unwrap().is_none(), "the daemon was killed");
@@ -448,7 +448,7 @@ fn a_daemon_with_little_memory_refuses_before_it_is_killed() {
         for client in &clients {
             match client.write_bytes(BAR_MEMORY, i << 21, &[1]) {
                 Ok(()) => touched += 1,
-                Err(e) => refused.push(e.to_string()),
+                Err(e) => refused.push(error_chain(&e)),
             }
         }
     }

@@ -18,7 +18,7 @@ use dmalane::addr::Access;
 use dmalane::card::Card;
 use dmalane::daemon::wire::{ClientRequest, FAILED, FunctionFiles, MAX_MESSAGE, MapSegment};
 use dmalane::daemon::{Client, ClientOptions, can_watch_memory, status};
-use dmalane::dma::{MemfdHeap, SharedBuf};
+use dmalane::dma::{MemfdHeap, SharedBuf, error_chain};
 use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, Registered};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -72,7 +72,7 @@ impl Attacker {
         for done in 1..=rounds() {
             if let Err(e) = round(&mut this) {
                 (refused, this.socket) = (refused + 1, None);
-                reasons.extend((reasons.len() < 4).then(|| e.to_string()));
+                reasons.extend((reasons.len() < 4).then(|| error_chain(&*e)));
             }
             println!("round {done}");
         }
@@ -127,7 +127,7 @@ impl Attacker {
         self.kept.insert(0, fd.try_clone()?);
         std::thread::scope(|s| {
             s.spawn(|| (0..64u64 << 20).step_by(8192).all(|at| rustix::io::pwrite(&fd, &[2], at).is_ok()));
-            mapped.copy_to_card().map_err(|e| e.to_string())
+            mapped.copy_to_card().map_err(|e| error_chain(&*e))
         })?;
         Ok(())
     }

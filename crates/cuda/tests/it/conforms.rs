@@ -4,6 +4,7 @@ use dmalane_addr::{Access, SgIndex, Span};
 use dmalane_cuda::{Binds, Error, gpus};
 use dmalane_device::conformance::suite;
 use dmalane_device::{AddressSpaceKind, Device};
+use dmalane_dma::error_chain;
 use dmalane_fake_cuda::Fake;
 use dmalane_queue::conformance::{self, Fixture};
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, OpError, Operation, QueueAddr, drain};
@@ -29,7 +30,7 @@ fn the_fake_gpu_takes_the_suite_of_devices() {
     fake.assert_clean("without registration");
     fake.set("virtual-memory", 0);
     let refused = named(&fake, Binds::Flat).open().err().unwrap();
-    assert!(refused.to_string().starts_with("the GPU does not support virtual memory (cuMemMap)"), "{refused}");
+    assert!(error_chain(&refused).starts_with("the GPU does not support virtual memory (cuMemMap)"), "{refused}");
     fake.assert_clean("without virtual memory");
 }
 
@@ -151,7 +152,7 @@ fn gpus_are_listed_and_found_by_number_and_uuid() {
     let missing = Name { gpu: "2".to_owned(), ..named(&fake, Binds::Flat) };
     let error = missing.open().err().unwrap();
     assert!(
-        error.to_string().contains("no GPU 2; the driver has 0 (GPU-a0a0a0a0-") && error.fix().is_some(),
+        error_chain(&error).contains("no GPU 2; the driver has 0 (GPU-a0a0a0a0-") && error.fix().is_some(),
         "{error}"
     );
     for short in ["GPU-", "GPU-a1", "x"] {
@@ -160,13 +161,13 @@ fn gpus_are_listed_and_found_by_number_and_uuid() {
     }
     fake.set("gpus", 0);
     let error = gpus(Some(fake.path())).unwrap_err();
-    assert!(error.to_string().contains("CUDA_ERROR_NO_DEVICE") && error.fix().is_some(), "{error}");
+    assert!(error_chain(&error).contains("CUDA_ERROR_NO_DEVICE") && error.fix().is_some(), "{error}");
     fake.assert_clean("listed");
     let error = gpus(Some("/nowhere/libcuda.so")).unwrap_err();
     assert!(matches!(error, Error::Library { .. }) && error.fix().is_some(), "{error}");
     // A library that is not a driver.
     let error = gpus(Some("libc.so.6")).unwrap_err();
-    assert!(matches!(error, Error::Symbol { .. }) && error.to_string().contains("cuGetErrorName"), "{error}");
+    assert!(matches!(error, Error::Symbol { .. }) && error_chain(&error).contains("cuGetErrorName"), "{error}");
 }
 
 #[test]
@@ -213,7 +214,7 @@ fn two_devices_share_registrations_and_partly_registered_memory_is_refused() {
     drop(part);
     assert_eq!(fake.calls("cuMemHostUnregister"), 3);
     let first = via(&a, 0..8192).unwrap();
-    let error = via(&b, 4096..16384).unwrap_err().to_string();
+    let error = error_chain(&via(&b, 4096..16384).unwrap_err());
     assert!(error.contains("partly registered"), "{error}");
     drop(first);
     let (at_a, at_b) = (a.allocate(4096).unwrap().1, b.allocate(4096).unwrap().1);

@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_cuda::{Binds, Error, gpus};
 use dmalane_device::{AddressSpaceKind, Device, DriverCopy, MemoryError, Placement, SpaceError};
-use dmalane_dma::{AnonHeap, Heap};
+use dmalane_dma::{AnonHeap, Heap, error_chain};
 use dmalane_fake_cuda::{Fake, Seen};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Registered, Shape, StopReason, drain};
 use dmalane_vm::{BindRequest, Bo};
@@ -46,7 +46,7 @@ static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| (0..600_000u32).map(|i| (i * 
 
 /// Everything that the crate does, once.
 fn everything(name: &Name) -> Result<(), String> {
-    let text = |e: &dyn std::fmt::Display| e.to_string();
+    let text = |e: &dyn std::error::Error| error_chain(e);
     gpus(name.library.as_deref()).map_err(|e| text(&e))?;
     let mut gpu = Gpu::open(name).map_err(|e| text(&e))?;
     let (table, span) = gpu.allocate(4 << 20)?;
@@ -79,7 +79,7 @@ fn everything(name: &Name) -> Result<(), String> {
         }
     }
     // By the driver alone.
-    let mut driver = gpu.device.driver_copies().map_err(|e| text(&e))?.ok_or("no copies by the driver")?;
+    let mut driver = gpu.device.driver_copies().map_err(|e| text(&*e))?.ok_or("no copies by the driver")?;
     let host = gpu.host(bytes)?;
     let host = host.via.ok_or("it is registered")?;
     let copies =
@@ -87,7 +87,7 @@ fn everything(name: &Name) -> Result<(), String> {
             let at = CardAddr::new(span.first().bits() + to);
             DriverCopy { direction, host: host.clone(), offset, at, len: 4096 }
         });
-    driver.copy(&copies, 2).map_err(|e| text(&e))?;
+    driver.copy(&copies, 2).map_err(|e| text(&*e))?;
     drop(driver);
     let shape = Shape { row: 100, rows: 7, host_pitch: 130, device_pitch: 200 };
     let rows = gpu.host(&bytes[..6 * 130 + 100])?;
@@ -112,7 +112,7 @@ fn everything(name: &Name) -> Result<(), String> {
     if name.binds != Binds::Flat {
         bound(&mut gpu, &table)?;
     }
-    drop(name.open().map_err(|e| text(&e))?.borrow(span).map_err(|e| text(&e))?);
+    drop(name.open().map_err(|e| text(&e))?.borrow(span).map_err(|e| text(&*e))?);
     let exported = gpu.device.gpu().dma_buf;
     drop(exported.then(|| gpu.device.export_dma_buf(span).map_err(|e| text(&e))).transpose()?);
     gpu.memory.free(table.segments()).map_err(|e| text(&e))
@@ -123,9 +123,9 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(table).unwrap()));
     let space = gpu.device.address_space();
     assert!(matches!(space.kind(), AddressSpaceKind::Driver { name: "cuMemMap" }) && space.page().bytes() == 2 << 20);
-    let range = space.reserve(table, 4 << 20).map_err(|e| e.to_string())?;
+    let range = space.reserve(table, 4 << 20).map_err(|e| error_chain(&e))?;
     let bind = BindRequest::Bind { va: range.first(), bo: bo.clone(), offset: 0, len: 4 << 20, access: Access::READ };
-    space.apply(&[bind]).map_err(|e| e.to_string())?;
+    space.apply(&[bind]).map_err(|e| error_chain(&e))?;
     let at = space.at(range.first());
     gpu.read(0, at, 5000)?;
     // The pages change places, then the second is taken away.
@@ -136,7 +136,7 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
         BindRequest::Bind { va, bo: bo.clone(), offset, len: 2 << 20, access: Access::RW }
     };
     let batch = [swap(0), swap(1), BindRequest::Prefetch(page(0)), BindRequest::Unbind(page(1))];
-    space.apply(&batch).map_err(|e| e.to_string())?;
+    space.apply(&batch).map_err(|e| error_chain(&e))?;
     let third = Span::new(DeviceVa::new(range.first().bits() + (4 << 20)), 2 << 20).unwrap();
     let odd = Span::new(DeviceVa::new(range.first().bits() + 4096), 4096).unwrap();
     let mut gone = SgTable::new();
@@ -162,7 +162,7 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
         Err(e) => return Err(e),
     }
     let unbound = gpu.device.address_space().release(range);
-    unbound.map_err(|e| e.to_string())
+    unbound.map_err(|e| error_chain(&e))
 }
 
 #[test]
@@ -279,7 +279,7 @@ fn where_registration_is_refused_the_driver_allocates_host_memory() {
     drop(back);
     assert_eq!((heap.stats().live, fake.calls("cuMemHostAlloc"), fake.calls("cuMemFreeHost")), (0, 1, 1));
     fake.fail("cuMemHostAlloc", 1, 2);
-    assert!(heap.allocate(5000).unwrap_err().to_string().contains("cuMemHostAlloc"));
+    assert!(error_chain(&heap.allocate(5000).unwrap_err()).contains("cuMemHostAlloc"));
     gpu.memory.free(table.segments()).unwrap();
     drop((gpu, heap));
     fake.assert_clean("with host memory of the driver");
@@ -345,7 +345,7 @@ fn whatever_meets_a_lost_context_says_so() {
         let SpaceError::Driver(bind) = space.apply(&bind(free.first())).unwrap_err() else { panic!("{code}: bind") };
         let SpaceError::Invalidate(unbound) = space.release(bound).unwrap_err() else { panic!("{code}: unbind") };
         for error in [memory, registered, reserved, bind, unbound] {
-            let says = error.to_string().contains("the GPU's context is lost");
+            let says = error_chain(&*error).contains("the GPU's context is lost");
             assert!(matches!(error.downcast_ref(), Some(Error::Lost(_))) == lost && says == lost, "{code}: {error}");
         }
         let exported = gpu.device.export_dma_buf(span);

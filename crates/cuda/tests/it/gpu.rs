@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, SgTable, Span};
 use dmalane_cuda::{Binds, CudaDevice, Error};
 use dmalane_device::{Device, DeviceMemory, Placement};
-use dmalane_dma::{AnonHeap, Heap, Registrar};
+use dmalane_dma::{AnonHeap, Heap, Registrar, error_chain};
 use dmalane_fake_cuda::Fake;
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, run};
 
@@ -54,7 +54,7 @@ impl Gpu {
 
     /// Allocates one range.
     pub fn allocate(&mut self, len: u64) -> Result<(SgTable<CardAddr>, Span<CardAddr>), String> {
-        let table = self.memory.allocate(len, &Placement::Default).map_err(|e| e.to_string())?;
+        let table = self.memory.allocate(len, &Placement::Default).map_err(|e| error_chain(&e))?;
         let only = table.segments().next().and_then(|s| Span::new(s.addr, s.len)).unwrap();
         Ok((table, only))
     }
@@ -64,12 +64,12 @@ impl Gpu {
         let mut buf = AnonHeap::new().allocate(bytes.len()).unwrap();
         buf[..bytes.len()].copy_from_slice(bytes);
         let buf = buf.share();
-        let via = Registered::new(&*self.registrar, &buf, Access::RW).map_err(|e| e.to_string())?;
+        let via = Registered::new(&*self.registrar, &buf, Access::RW).map_err(|e| error_chain(&e))?;
         Ok((buf.into_slice().split_at(bytes.len()).unwrap().0, via).into())
     }
 
     pub fn run(&mut self, queue: usize, operation: Operation) -> Result<Operation, String> {
-        run(&mut *self.queues[queue], operation, LONG).map_err(|e| e.to_string())
+        run(&mut *self.queues[queue], operation, LONG).map_err(|e| error_chain(&e))
     }
 
     pub fn write(&mut self, queue: usize, at: DeviceAddr, bytes: &[u8]) -> Result<(), String> {

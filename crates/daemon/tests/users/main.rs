@@ -25,7 +25,7 @@ use dmalane_daemon::wire::{
     ClientRequest, FAILED, FailedAnswer, FunctionFiles, MAX_MESSAGE, MAX_SEGMENTS, MapSegment, MessageHeader,
 };
 use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, status};
-use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar};
+use dmalane_dma::{Heap, MemfdHeap, PageKind, Registrar, error_chain};
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered, Shape, Work};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -169,7 +169,7 @@ fn receive_body(socket: &OwnedFd) -> Result<Vec<u8>, String> {
     let mut take = || rustix::net::recv(socket, &mut bytes, rustix::net::RecvFlags::empty());
     // The kernel reports a reset once, before the messages that were sent earlier.
     let received = take().or_else(|e| if e == Errno::CONNRESET { take() } else { Err(e) });
-    let (n, _) = received.map_err(|e| e.to_string())?;
+    let (n, _) = received.map_err(|e| error_chain(&e))?;
     let (header, body) = MessageHeader::ref_from_prefix(&bytes[..n]).map_err(|_| "the end of the connection")?;
     let failed = FailedAnswer::ref_from_prefix(body).ok().filter(|_| header.opcode.get() == FAILED);
     failed.map_or_else(|| Ok(body.to_vec()), |(_, text)| Err(String::from_utf8_lossy(text).into_owned()))
@@ -186,7 +186,7 @@ fn ask(socket: &OwnedFd, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) ->
 fn opened(path: &Path) -> Result<OwnedFd, String> {
     let socket = dial(path).ok_or("no connection")?;
     ask(&socket, &ClientRequest::Hello { min: 1, max: 9 }, &[])?;
-    let files = FunctionFiles::new().map_err(|e| e.to_string())?;
+    let files = FunctionFiles::new().map_err(|e| error_chain(&e))?;
     ask(&socket, &ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &files.fds())?;
     Ok(socket)
 }
@@ -448,7 +448,7 @@ fn a_socket_of_another_user_is_not_trusted() {
     let daemon = Daemon::start(Config::default());
     let wrong = ClientOptions { server_uids: vec![54_321], ..daemon.options() };
     let error = Client::connect(wrong.clone()).map(drop).unwrap_err();
-    assert!(matches!(error, ClientError::WrongServer { .. }) && error.to_string().contains("server-uid="), "{error}");
+    assert!(matches!(error, ClientError::WrongServer { .. }) && error_chain(&error).contains("server-uid="), "{error}");
     assert!(status(&wrong).is_err());
     let any = ClientOptions { server_uids: Vec::new(), ..daemon.options() };
     drop(Client::connect(any).unwrap());

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, Needs};
-use crate::{Error, PageKind};
+use crate::{Error, PageKind, error_chain};
 
 /// The chosen heap, with the reasons against better ones.
 pub struct Picked {
@@ -35,7 +35,7 @@ pub fn pick(needs: Needs) -> Result<Picked, Error> {
     let heaps: [(&'static str, Open<'_>); 3] = [
         ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best)))),
         ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best)))),
-        ("dma-heap", &|| Ok(Arc::new(DmaHeap::open("system").map_err(|e| e.to_string())?))),
+        ("dma-heap", &|| Ok(Arc::new(DmaHeap::open("system").map_err(|e| error_chain(&e))?))),
     ];
     let suitable = |heap: Arc<dyn Heap>| match needs.missing(&heap.capabilities()) {
         None => Ok(heap),

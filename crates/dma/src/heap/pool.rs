@@ -28,6 +28,7 @@ pub struct Pool(Arc<Shelf>);
 
 /// Counters of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
 pub struct PoolStats {
     /// Bytes of cached buffers.
     pub cached: usize,

@@ -215,7 +215,8 @@ fn other_memory_is_not_a_dma_buf() {
     }
     let fd = memfd.export().unwrap().try_clone_to_owned().unwrap();
     let refused = SharedBuf::import_dma_buf(fd).map(drop).unwrap_err();
-    assert!(refused.to_string().contains("not a dma-buf"), "{refused}");
+    let text = crate::error_chain(&refused);
+    assert!(text.contains("not a dma-buf"), "{text}");
 }
 
 #[test]

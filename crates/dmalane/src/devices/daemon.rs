@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_daemon::{Client, ClientOptions, SOCKET};
+use dmalane_dma::error_chain;
 
 use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
@@ -90,7 +91,7 @@ impl Spec for DaemonSpec {
             supported: answer.is_ok(),
             about: match answer {
                 Ok(_) => "a function of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
-                Err(e) => format!("the daemon cannot be used: {e}"),
+                Err(e) => format!("the daemon cannot be used: {}", error_chain(&e)),
             },
             facts: Vec::new(),
         }]

@@ -161,7 +161,7 @@ pub enum BadDeviceSpec {
         nearest: Option<&'static str>,
     },
     /// The text after the kind names no device.
-    #[error("{text:?} is not {syntax}: {source}")]
+    #[error("{text:?} is not {syntax}")]
     Rest {
         /// The text.
         text: String,

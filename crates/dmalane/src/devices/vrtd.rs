@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
+use dmalane_dma::error_chain;
 use dmalane_slash::{SlashDevice, SlashOptions, VRTD_SOCKET, VrtdName};
 
 use super::kind::{Ability, Listed, OpenResult, Spec};
@@ -57,7 +58,7 @@ impl Spec for VrtdSpec {
                 let cards = cards.into_iter().enumerate();
                 cards.map(|(number, card)| listed(name(number), about(card.name), Ok(card.pci))).collect()
             }
-            Err(e) => vec![listed(format!("vrtd:{VRTD_SOCKET}"), e.to_string(), Err(()))],
+            Err(e) => vec![listed(format!("vrtd:{VRTD_SOCKET}"), error_chain(&e), Err(()))],
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
+use dmalane_dma::error_chain;
 use dmalane_vulkan::{GpuInfo, MemoryHeap, VulkanDevice, VulkanOptions};
 
 use super::kind::{Ability, Listed, OpenResult, Spec};
@@ -91,7 +92,7 @@ fn listed(gpu: GpuInfo) -> Listed {
         supported: opened.is_ok(),
         about: match &opened {
             Ok(_) => gpu.to_string(),
-            Err(e) => e.to_string(),
+            Err(e) => error_chain(e),
         },
         facts: vec![
             ("uuid", Some(gpu.uuid())),

@@ -15,7 +15,7 @@ use dmalane::devices::{Ability, KINDS};
 use dmalane::load::write_sample;
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::vulkan::VulkanOptions;
-use dmalane::{CardServer, DeviceSpec, FileOptions, OpenOptions, open_file};
+use dmalane::{CardServer, DeviceSpec, FileOptions, OpenOptions, error_chain, open_file};
 use dmalane_fake_cuda::Fake;
 
 const MIB: u64 = 1 << 20;
@@ -88,7 +88,7 @@ fn a_file_is_open_once() {
     let memory = folder.path().join("memory");
     File::create(&memory).unwrap().set_len(MIB).unwrap();
     let name = format!("file:{}", memory.display());
-    let refused = || dmalane::open(&name).err().map(|e| e.to_string()).unwrap();
+    let refused = || dmalane::open(&name).err().map(|e| error_chain(&e)).unwrap();
     let first = dmalane::open(&name).unwrap();
     assert!(refused().contains("another open device of this process, has locked it"), "{}", refused());
     drop(first);
@@ -168,7 +168,7 @@ fn striped_buffers_need_an_mmu() {
         let mut device = options.open(&SMALL.parse().unwrap()).unwrap();
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let loaded = device.load(&mut inputs, &placement.parse().unwrap(), &mut |_| {});
-        loaded.map(drop).map_err(|e| e.to_string())
+        loaded.map(drop).map_err(|e| error_chain(&e))
     };
     assert_eq!(load(false, "hbm"), Ok(()));
     assert_eq!(load(true, "hbm1"), Ok(()));
@@ -189,7 +189,7 @@ fn a_queue_that_is_not_there_is_refused() {
 fn what_cannot_be_opened_says_which_device() {
     let gpus = ["vulkan:no such GPU", "cuda:0,lib=/nowhere"];
     for name in ["daemon:/nowhere", "vfio-user:/nowhere", "file:/nowhere", "ram:8EiB"].into_iter().chain(gpus) {
-        let error = dmalane::open(name).err().unwrap().to_string();
+        let error = error_chain(&dmalane::open(name).err().unwrap());
         assert!(error.starts_with(&format!("cannot open {name}: ")), "{error}");
     }
 }

@@ -3,6 +3,7 @@
 mod alloc_read;
 mod card_server;
 mod devices;
+mod errors;
 mod manifest;
 mod path;
 mod peers;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use dmalane::dma::AnonHeap;
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{Difference, Error, Input, Manifest, RegionKind};
-use dmalane::{FileOptions, Placement, ReadOptions, open_file};
+use dmalane::{FileOptions, Placement, ReadOptions, error_chain, open_file};
 
 /// xorshift64.
 struct Random(u64);
@@ -134,7 +134,7 @@ fn other_lengths_and_other_files_are_named() {
     );
     let twice = [paths[0].clone(), folder.path().join("./a.safetensors")];
     let error = Manifest::of(&mut open(&twice), false, &mut |_| ControlFlow::Continue(())).unwrap_err();
-    assert!(error.to_string().contains("is listed twice"), "{error}");
+    assert!(error_chain(&error).contains("is listed twice"), "{error}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ use dmalane::queue::{
 };
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane::vm::BindRequest;
-use dmalane::{FileOptions, open_file};
+use dmalane::{FileOptions, error_chain, open_file};
 
 const MIB: u64 = 1 << 20;
 
@@ -253,7 +253,7 @@ fn bad_files_leave_nothing_behind() {
         let path = write(folder.path(), name, &bytes);
         // The good file in front has been placed when the bad one is found.
         let mut inputs = [open(&good), open(&path)];
-        let error = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap_err().to_string();
+        let error = error_chain(&soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap_err());
         assert!(error.contains(expect) && error.contains(name), "{error}");
         assert_eq!(resources(&mut soft), before, "{name}");
     }
@@ -382,7 +382,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     for fail in 1..=10 {
         let at = FileOffset::new(fail as u64 * 1000 + 9 * MIB);
         let mut inputs = meddling(&path, move |n| (n == fail).then_some(OpError::Io { at, errno: 5 }));
-        let error = soft.device.load(&mut inputs, &Placement::HBM, &mut |_| {}).unwrap_err().to_string();
+        let error = error_chain(&soft.device.load(&mut inputs, &Placement::HBM, &mut |_| {}).unwrap_err());
         assert!(error.contains("model.safetensors") && error.contains("in tensor"), "{error}");
         assert!(error.contains(&format!("{at}")) && error.contains("Input/output error"), "{error}");
         assert_eq!(resources(&mut soft), before, "read {fail}");
@@ -581,7 +581,7 @@ fn a_device_that_ends_nothing_is_stopped() {
     let path = sample(folder.path(), "model.safetensors", 5 * MIB);
     for lets_go in [false, true] {
         let (mut device, faults) = faulty(MIB, Faults { keeps: 1, lets_go, ..Faults::default() });
-        let error = device.load(&mut [open(&path)], &Placement::DDR, &mut |_| {}).unwrap_err().to_string();
+        let error = error_chain(&device.load(&mut [open(&path)], &Placement::DDR, &mut |_| {}).unwrap_err());
         assert!(error.contains("nothing ended for 50ms"), "{error}");
         assert_eq!(faults.lock().unwrap().stopped, Some(StopReason::Timeout(Duration::from_millis(50))));
         assert_eq!(device.abandoned_bytes() > 0, !lets_go, "memory that nothing writes to any more is used again");
@@ -642,7 +642,7 @@ fn one_file_that_cannot_be_unloaded_keeps_no_other() {
     let mut inputs: Vec<_> = paths.iter().map(|p| open(p)).collect();
     let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     let taken = free - device.memory().free_bytes();
-    let error = device.unload(loaded).unwrap_err().to_string();
+    let error = error_chain(&device.unload(loaded).unwrap_err());
     assert!(error.contains("the card is gone"), "{error}");
     assert_eq!(free - device.memory().free_bytes(), taken / 3);
 }

@@ -12,7 +12,7 @@ use crate::Fallback;
 #[non_exhaustive]
 pub enum FileDeviceError {
     /// It cannot be opened for what it is to do.
-    #[error("cannot open {} for {what}: {source}", path.display())]
+    #[error("cannot open {} for {what}", path.display())]
     Open {
         /// The file.
         path: PathBuf,
@@ -33,7 +33,7 @@ pub enum FileDeviceError {
     #[error("{} is in use (mounted, or part of another device)", .0.display())]
     InUse(PathBuf),
     /// [`FileDeviceOptions::direct`](crate::FileDeviceOptions::direct) is not possible.
-    #[error("no direct I/O on {}: {source}", path.display())]
+    #[error("no direct I/O on {}", path.display())]
     NoDirect {
         /// The file.
         path: PathBuf,
@@ -41,6 +41,6 @@ pub enum FileDeviceError {
         source: Fallback,
     },
     /// No thread of a queue could be started.
-    #[error("cannot start a thread: {0}")]
-    NoQueue(io::Error),
+    #[error("cannot start a thread")]
+    NoQueue(#[source] io::Error),
 }

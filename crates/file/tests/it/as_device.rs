@@ -5,6 +5,7 @@ use std::path::Path;
 
 use dmalane_device::Device;
 use dmalane_device::conformance::{suite, suite_aligned};
+use dmalane_dma::error_chain;
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use tempfile::NamedTempFile;
 
@@ -75,7 +76,7 @@ fn memory_that_holds_data_is_not_allocated() {
         std::os::unix::fs::FileExt::write_all_at(file.as_file(), b"own", front.first().bits()).unwrap();
         let error = memory.reserve(256 << 10).unwrap_err();
         let dmalane_device::MemoryError::Driver { source, .. } = &error else { panic!("{error}") };
-        assert!(source.is::<dmalane_file::HoldsData>() && error.to_string().contains("holds data there"), "{error}");
+        assert!(source.is::<dmalane_file::HoldsData>() && error_chain(&error).contains("holds data there"), "{error}");
         memory.free([dmalane_addr::Segment { addr: front.first(), len: front.len() }]).unwrap();
         assert_eq!(memory.free_bytes(), free);
     }

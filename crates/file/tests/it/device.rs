@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_device::Device as _;
-use dmalane_dma::{AnonHeap, BufferSlice, Heap};
+use dmalane_dma::{AnonHeap, BufferSlice, Heap, error_chain};
 use dmalane_file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, quarantined_bytes,
 };
@@ -204,7 +204,7 @@ fn a_block_device_takes_the_suite_buffered_and_direct() {
 #[test]
 fn what_has_no_addresses_or_cannot_be_written_is_refused() {
     let dir = tempfile::tempdir_in(DISK).unwrap();
-    let error = |path: &Path| FileDevice::open(paths(path), FileDeviceOptions::default()).unwrap_err().to_string();
+    let error = |path: &Path| error_chain(&FileDevice::open(paths(path), FileDeviceOptions::default()).unwrap_err());
     assert!(error(dir.path()).ends_with("is a directory, which has no addresses"));
     let fifo = dir.path().join("fifo");
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::{AnonHeap, BufferSlice, Heap};
+use dmalane_dma::{AnonHeap, BufferSlice, Heap, error_chain};
 use dmalane_file::{Error, Fallback, FileHandle, FileOptions, FileQueue, Io, Mode, Moved};
 use dmalane_queue::{Capabilities, OpError, Operation, Queue, Refusal, RunError, conformance::host_bytes, drain, run};
 use proptest::prelude::*;
@@ -104,7 +104,7 @@ fn a_tmpfs_file_says_why_it_is_not_read_directly() {
     let read = run(&mut channel, to_host(part(90_000), 7), LONG).unwrap();
     assert!(host_bytes(&read) == noise(100_000)[7..90_007]);
     let demanded = FileQueue::open(file.path(), FileOptions { mode: Mode::Direct, ..FileOptions::default() });
-    let message = demanded.unwrap_err().to_string();
+    let message = error_chain(&demanded.unwrap_err());
     assert!(message.contains("no direct I/O on /dev/shm/") && message.contains("tmpfs"), "{message}");
 }
 
@@ -196,7 +196,7 @@ fn what_is_not_a_file_is_named() {
     assert!(
         matches!(&e, Error::Open { path, source } if *path == missing && source.kind() == std::io::ErrorKind::NotFound)
     );
-    assert!(e.to_string().contains("missing") && e.to_string().contains("No such file"), "{e}");
+    assert!(error_chain(&e).contains("missing") && error_chain(&e).contains("No such file"), "{e}");
 }
 
 /// Runs `f` in a thread that is nobody in particular; says so and does not when it cannot become that.

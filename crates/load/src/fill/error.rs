@@ -12,7 +12,7 @@ pub enum FillError {
     #[error("{0}")]
     Job(String),
     /// The heap has no memory for a buffer, or for one of its chunks.
-    #[error("buffer {buffer}: {source}")]
+    #[error("no memory for buffer {buffer}")]
     Memory {
         /// Which buffer.
         buffer: usize,
@@ -32,23 +32,25 @@ pub enum FillError {
         limited_by: String,
     },
     /// A read failed, or its queue refused or lost it.
-    #[error("source {source_index}: {error}")]
+    #[error("cannot read source {source_index} at {at}")]
     Read {
         /// Which source.
         source_index: usize,
         /// File offset at which the read began.
         at: FileOffset,
         /// The error.
+        #[source]
         error: OpError,
     },
     /// The device failed or refused to take bytes that had arrived.
-    #[error("buffer {buffer} from {offset} on, on its way to the device: {error}")]
+    #[error("buffer {buffer} from {offset} on, on its way to the device")]
     Transfer {
         /// Which buffer.
         buffer: usize,
         /// Offset in it of the first byte.
         offset: u64,
         /// The error.
+        #[source]
         error: OpError,
     },
     /// The watch stopped the job.

@@ -277,7 +277,7 @@ mod tests {
 
     fn found(path: &Path) -> Result<Vec<String>, String> {
         let name = |file: &SetFile| file.path.file_name().unwrap().to_string_lossy().into_owned();
-        ModelSet::find(path).map(|set| set.files.iter().map(name).collect()).map_err(|e| e.to_string())
+        ModelSet::find(path).map(|set| set.files.iter().map(name).collect()).map_err(|e| dmalane_dma::error_chain(&e))
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
+use dmalane_dma::error_chain;
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Registered, StallWatch, StopReason};
 use dmalane_slash::model::{DriverModel, Fault, Version};
@@ -144,7 +145,7 @@ fn a_queue_that_cannot_be_stopped_keeps_its_buffers_for_ever() {
         assert_eq!((done.len(), queue.in_flight()), (1, 2));
         assert!(matches!(queue.halted(), Some(StopReason::Lost(_))), "{:?}", queue.halted());
         assert!(!queue.restart());
-        let halted = queue.halted().unwrap().to_string();
+        let halted = error_chain(&queue.halted().unwrap());
         assert!(
             halted.contains("buffers are never freed") && (!gone || halted.contains("removing or resetting")),
             "{halted}"

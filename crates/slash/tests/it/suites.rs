@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_device::conformance::suite;
-use dmalane_dma::{AnonHeap, Heap, Registrar};
+use dmalane_dma::{AnonHeap, Heap, Registrar, error_chain};
 use dmalane_queue::conformance::Fixture;
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, run};
 use dmalane_slash::model::{DriverModel, Fault, Version};
@@ -108,7 +108,7 @@ fn known_versions_are_opened_and_others_refused_with_what_is_known() {
         (Version { buffers: false, ..Version::KNOWN }, "the module is older than June 2026"),
     ] {
         let model = DriverModel::new(version).unwrap();
-        let error = open(&model).unwrap_err().to_string();
+        let error = error_chain(&open(&model).unwrap_err());
         assert!(error.contains(says), "{error}");
         assert_eq!((model.pairs(), model.counts().buffers.0), (0, 0), "nothing stays");
     }
@@ -147,8 +147,13 @@ fn an_allocation_that_fails_names_the_call_and_the_fix() {
     let model = DriverModel::new(Version::KNOWN).unwrap();
     let device = open(&model).unwrap();
     model.fail(|_| Some(Fault::Fails(libc::ENODEV)));
-    let error = device.registrar().heap(None).allocate(4096).unwrap_err().to_string();
-    assert!(error.contains("BUF_CREATE failed: No such device") && error.contains("removing or resetting"), "{error}");
+    let error = error_chain(&device.registrar().heap(None).allocate(4096).unwrap_err());
+    assert!(
+        error.contains("BUF_CREATE failed")
+            && error.contains("No such device")
+            && error.contains("removing or resetting"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -157,7 +162,7 @@ fn memory_of_another_heap_is_refused() {
     let device = open(&model).unwrap();
     let foreign = AnonHeap::new().allocate(4096).unwrap().share();
     let error = Registered::new(&*device.registrar(), &foreign, Access::RW).unwrap_err();
-    assert!(error.to_string().contains("only buffers that its driver allocates"), "{error}");
+    assert!(error_chain(&error).contains("only buffers that its driver allocates"), "{error}");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use dmalane_addr::{Access, CardAddr, SgTable};
 use dmalane_device::conformance::suite;
 use dmalane_device::{Device, MemoryError, Placement};
+use dmalane_dma::error_chain;
 use dmalane_queue::{DeviceAddr, OpError, Operation, Registered, RunError, run};
 use dmalane_slash::model::{DriverModel, Version, Vrtd};
 use dmalane_slash::{DDR, Error, HBM, SlashDevice, SlashOptions, VrtdName};
@@ -106,15 +107,15 @@ fn denials_name_the_permission() {
     {
         let (model, vrtd) = daemon();
         vrtd.deny(permission);
-        let error = open(&model, &vrtd).unwrap_err().to_string();
+        let error = error_chain(&open(&model, &vrtd).unwrap_err());
         assert!(error.contains(says), "{error}");
     }
     let (model, vrtd) = daemon();
     vrtd.deny("buffer");
-    let error = open(&model, &vrtd).unwrap().memory().allocate(1, &Placement::DDR).unwrap_err().to_string();
+    let error = error_chain(&open(&model, &vrtd).unwrap().memory().allocate(1, &Placement::DDR).unwrap_err());
     assert!(error.contains("cannot allocate") && error.contains("its role needs `buffer = yes`"), "{error}");
     let other = SlashDevice::from_vrtd_socket(vrtd.connect().unwrap(), 7, model.kernel(), SlashOptions::default());
-    assert!(other.unwrap_err().to_string().contains("no such card"));
+    assert!(error_chain(&other.unwrap_err()).contains("no such card"));
 }
 
 /// Changes of an answer.
@@ -148,7 +149,7 @@ fn answers_that_cannot_be_are_errors() {
                     change(message)
                 }
             });
-            let error = open(&model, &vrtd).expect_err(what).to_string();
+            let error = error_chain(&open(&model, &vrtd).expect_err(what));
             assert!(error.contains("vrtd"), "{what} to {opcode}: {error}");
             assert_eq!(model.counts().buffers.0, 0);
         }
@@ -170,7 +171,7 @@ fn answers_that_cannot_be_are_errors() {
             } else if opcode == 10 {
                 assert!(opened.unwrap().memory().allocate(1, &Placement::DDR).is_err());
             } else {
-                assert!(opened.unwrap_err().to_string().contains("vrtd"));
+                assert!(error_chain(&opened.unwrap_err()).contains("vrtd"));
             }
         }
     }
@@ -197,7 +198,7 @@ fn memory_that_cannot_be_is_refused() {
         });
         let mut device = open(&model, &vrtd).unwrap();
         let error = device.memory().allocate(MIB, &Placement::DDR).unwrap_err();
-        assert!(error.to_string().contains("BUFFER_OPEN answered with"), "{what}: {error}");
+        assert!(error_chain(&error).contains("BUFFER_OPEN answered with"), "{what}: {error}");
         drop(device.take_queues());
     }
     // The same block twice, while the first is in use.
@@ -214,7 +215,7 @@ fn memory_that_cannot_be_is_refused() {
     let mut memory = device.memory();
     let _buffer = memory.allocate(64 * MIB, &Placement::DDR).unwrap();
     for memory in [&mut memory, &mut device.memory()] {
-        let error = memory.allocate(64 * MIB, &Placement::DDR).unwrap_err().to_string();
+        let error = error_chain(&memory.allocate(64 * MIB, &Placement::DDR).unwrap_err());
         assert!(error.contains("not memory of ddr that is free"), "{error}");
     }
 }
@@ -226,7 +227,7 @@ fn after_an_answer_that_cannot_be_the_connection_is_not_used() {
     vrtd.tamper(|_, message, _| message[4] ^= 1);
     assert!(device.memory().allocate(1, &Placement::DDR).is_err());
     vrtd.tamper(|_, _, _| {});
-    let error = device.memory().allocate(1, &Placement::DDR).unwrap_err().to_string();
+    let error = error_chain(&device.memory().allocate(1, &Placement::DDR).unwrap_err());
     assert!(error.contains("has failed before"), "{error}");
 }
 
@@ -240,6 +241,6 @@ fn names_have_a_socket_and_a_number() {
         assert!(parsed(wrong).is_err(), "{wrong}");
     }
     let name: VrtdName = "/nowhere/vrtd.sock".parse().unwrap();
-    let error = SlashDevice::open_via_vrtd(&name, SlashOptions::default()).unwrap_err().to_string();
+    let error = error_chain(&SlashDevice::open_via_vrtd(&name, SlashOptions::default()).unwrap_err());
     assert!(error.contains("systemctl enable --now vrtd.socket"), "{error}");
 }

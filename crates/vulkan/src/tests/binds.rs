@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::DeviceVa;
 use dmalane_device::{AddressSpace, SpaceError};
+use dmalane_dma::error_chain;
 
 use super::*;
 use crate::sparse::Held;
@@ -130,7 +131,7 @@ fn unbinding_waits_for_copies_that_use_what_is_bound() {
     gpu.faults.fail_call("vkWaitSemaphores", vk::Result::TIMEOUT);
     let refused = gpu.device.address_space().release(range);
     let Err(SpaceError::Invalidate(error)) = refused else { panic!("{refused:?}") };
-    assert!(error.to_string().contains("vkWaitSemaphores"), "{error}");
+    assert!(error_chain(&*error).contains("vkWaitSemaphores"), "{error}");
     drop(drain(&mut *gpu.queues[0], LONG));
     gpu.end();
 }
@@ -141,7 +142,7 @@ fn ranges_longer_than_a_buffer_are_refused_with_a_hint() {
     let Some(mut gpu) = Opened::with(&options) else { return };
     let (_, _, table) = gpu.allocate(20 << 20);
     let space = gpu.device.address_space();
-    let error = space.reserve(&table, 20 << 20).unwrap_err().to_string();
+    let error = error_chain(&space.reserve(&table, 20 << 20).unwrap_err());
     assert!(error.contains("room for 6291456") && error.contains(",flat"), "{error}");
     // Shorter ones have a buffer each, however many.
     let ranges = [(); 6].map(|()| space.reserve(&table, 4 << 20).unwrap());
@@ -157,14 +158,14 @@ fn ranges_longer_than_the_addresses_are_refused_with_a_hint() {
     let (_, _, table) = gpu.allocate(1 << 20);
     let space = gpu.device.address_space();
     assert_eq!((space.longest(), space.room()), (6 << 20, 6 << 20));
-    let error = space.reserve(&table, 8 << 20).unwrap_err().to_string();
+    let error = error_chain(&space.reserve(&table, 8 << 20).unwrap_err());
     assert!(error.contains("room for 6291456") && error.contains(",flat"), "{error}");
     let range = space.reserve(&table, 6 << 20).unwrap();
     assert_eq!(space.room(), 0);
-    let error = space.reserve(&table, 2 << 20).unwrap_err().to_string();
+    let error = error_chain(&space.reserve(&table, 2 << 20).unwrap_err());
     assert!(error.contains("0 of the driver's 8388608 bytes") && error.contains(",flat"), "{error}");
     // Not a batch too many, but something that sparse buffers do not have.
-    let error = space.apply(&[BindRequest::Null { va: range.first(), len: 65536 }]).unwrap_err().to_string();
+    let error = error_chain(&space.apply(&[BindRequest::Null { va: range.first(), len: 65536 }]).unwrap_err());
     assert!(error.contains("only parts of buffers are bound"), "{error}");
     space.release(range).unwrap();
     gpu.end();
@@ -211,7 +212,7 @@ fn binds_up_to_the_limit_are_all_seen() {
         match gpu.device.address_space().apply(&requests) {
             Ok(()) => bound = batch.end,
             Err(e) => {
-                assert!(e.to_string().contains("sparse bindings at most"), "{e}");
+                assert!(error_chain(&e).contains("sparse bindings at most"), "{e}");
                 refused = true;
             }
         }
@@ -363,7 +364,7 @@ fn unbinds_that_leave_too_many_pieces_are_refused() {
     let bind = |at, offset: u64, pages: u64| request(va(at), &bo, offset * page, pages * page);
     let hole = |n| BindRequest::Unbind(Span::new(va(n), page).unwrap());
     let too_many = |space: &mut dyn AddressSpace, requests: &[BindRequest], wanted: u32| {
-        let e = space.apply(requests).unwrap_err().to_string();
+        let e = error_chain(&space.apply(requests).unwrap_err());
         assert!(e.contains(&format!("holds 8 sparse bindings at most, and there would be {wanted} ")), "{e}");
     };
     space.apply(&[bind(0, 0, PAGES)]).unwrap();
@@ -503,7 +504,7 @@ fn binds_that_failed_count_until_they_are_taken_away() {
         }
         gpu.faults.heal();
         let few = |n: u64| (0..n).map(|i| bind(other, &old, 2 * i, 1)).collect::<Vec<_>>();
-        let refused = space.apply(&few(2)).unwrap_err().to_string();
+        let refused = error_chain(&space.apply(&few(2)).unwrap_err());
         assert!(refused.contains("holds 8 sparse bindings at most, and there would be 9 "), "{call}: {refused}");
         space.apply(&few(1)).unwrap();
         // The memory stays while it may be bound.
@@ -547,7 +548,7 @@ fn devices_of_one_process_share_the_limit_of_binds() {
     };
     let (one, other) = (binds(range, &bo), binds(other_range, &other_bo));
     space.apply(&one[..5]).unwrap();
-    let e = other_space.apply(&other[..5]).unwrap_err().to_string();
+    let e = error_chain(&other_space.apply(&other[..5]).unwrap_err());
     assert!(e.contains("holds 8 sparse bindings at most, and there would be 10 "), "{e}");
     other_space.apply(&other[..3]).unwrap();
     assert!(space.apply(&one[6..7]).is_err());
@@ -580,7 +581,7 @@ fn sparse_buffers_may_lie_in_the_upper_half_of_the_addresses() {
     assert!(range.first().bits() >= 0xffff_8000_0000_0000, "{range}");
     let half_a_page = Span::new(range.first(), 2048).unwrap();
     match device.address_space().apply(&[BindRequest::Unbind(half_a_page)]) {
-        Err(SpaceError::Refused(e)) => assert!(e.to_string().starts_with(&half_a_page.to_string()), "{e}"),
+        Err(SpaceError::Refused(e)) => assert!(error_chain(&*e).starts_with(&half_a_page.to_string()), "{e}"),
         other => panic!("{other:?}"),
     }
     device.address_space().release(range).unwrap();

@@ -92,7 +92,7 @@ impl Keep {
             return Err(Failure::new(format!("another keeper is listening at {}", socket.display())));
         }
         let listener = listen(&socket, mode)?;
-        let mut keeper = Keeper::new(config, |line| say(line)).with_store(store(&socket, passed)?);
+        let mut keeper = Keeper::new(config, say).with_store(store(&socket, passed)?);
         let half = || room().map(|room| room.bytes.saturating_add(keeper.bytes()) / 2);
         let no_limit = || Failure::usage("the kernel does not say how much memory is free: --memory says how much");
         let memory = self.memory.map(Size::bytes).or_else(half).ok_or_else(no_limit)?;
@@ -100,6 +100,7 @@ impl Keep {
         say(&format!("keeps up to {} at {}", binary(memory), socket.display()));
         system::notify("READY=1");
         let (ends, end) = UnixStream::pair()?;
+        let mut orderly = ends.try_clone()?;
         let (tell, told) = channel();
         let first = thread::spawn(move || {
             for model in &models {
@@ -113,7 +114,6 @@ impl Keep {
             // Closed, it would end the keeper.
             ends
         });
-        let mut orderly = ends.try_clone()?;
         thread::spawn(move || {
             let _ = stop.read(&mut [0]);
             // It reads this, and frees what it holds.

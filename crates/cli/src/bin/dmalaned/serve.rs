@@ -155,7 +155,7 @@ pub fn mode(text: &str) -> Result<u32, &'static str> {
 
 pub fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
     Listener::bind(path, mode).map_err(|e| {
-        let failure = Failure::because(e.to_string(), &e);
+        let failure = Failure::of(&e);
         match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() && !parent.exists() => {
                 failure.hint(format!("mkdir -p {}, or choose another path with --socket", parent.display()))

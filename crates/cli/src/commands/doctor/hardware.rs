@@ -1,6 +1,6 @@
 //! Checks of what other devices and other programs need.
 
-use dmalane::vfio;
+use dmalane::{error_chain, vfio};
 
 use super::check::{Check, Subject};
 use crate::probe::{NodeState, Probe};
@@ -41,7 +41,8 @@ pub fn vfio(probe: &Probe) -> Check {
         return match probe.node(path) {
             NodeState::Open => {
                 let iommufd = vfio::check_iommufd(&probe.place("/"));
-                let iommufd = iommufd.map_or_else(|why| format!("no iommufd: {why}"), |()| "iommufd".to_owned());
+                let iommufd =
+                    iommufd.map_or_else(|why| format!("no iommufd: {}", error_chain(&why)), |()| "iommufd".to_owned());
                 subject.ok(format!("{path} and {iommufd}; no device is bound to vfio-pci"))
             }
             _ => node(probe, subject, path, "sudo modprobe vfio-pci".to_owned()),
@@ -66,7 +67,7 @@ fn how(status: &vfio::BackendStatus) -> String {
     // A reason that applies to both backends is printed once.
     let mut said = String::new();
     for (backend, error) in &status.unavailable {
-        let why = error.to_string();
+        let why = error_chain(error);
         if why != said {
             text += &format!(", not by {backend}: {why}");
             said = why;
@@ -127,7 +128,7 @@ pub fn vulkan(probe: &Probe) -> Check {
     }
     let gpus = match dmalane::vulkan::gpus() {
         Ok(gpus) => gpus,
-        Err(e) => return subject.missing(e.to_string(), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
+        Err(e) => return subject.missing(error_chain(&e), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
     };
     let about = |gpu: &dmalane::vulkan::GpuInfo| {
         let missing = gpu.missing().map_or(String::new(), |what| format!(": {what}"));
@@ -150,7 +151,7 @@ pub fn cuda(probe: &Probe) -> Check {
         Ok(gpus) => gpus,
         Err(e) => {
             let fix = e.fix().map_or("nvidia-smi".to_owned(), |fix| format!("nvidia-smi    # {fix}"));
-            return subject.missing(e.to_string(), fix);
+            return subject.missing(error_chain(&e), fix);
         }
     };
     let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({})", gpu.number, gpu.name, gpu.uuid);

@@ -6,11 +6,11 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 use std::time::Duration;
 
-use dmalane::FileOptions;
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::{Error, Fallback, FileHandle, FileQueue, Io, Mode};
 use dmalane::queue::{OpError, Operation, RunError, run};
+use dmalane::{FileOptions, error_chain};
 
 use super::check::{Check, Subject};
 use crate::failure::Failure;
@@ -27,7 +27,7 @@ pub fn io_uring(probe: &Probe) -> Check {
     let why = match FileQueue::open("/proc/self/exe", options) {
         Ok(_) => return subject.ok("a ring was set up"),
         Err(Error::NoUring { source, .. }) => source.to_string(),
-        Err(e) => return subject.note(e.to_string()),
+        Err(e) => return subject.note(error_chain(&e)),
     };
     let filtered = probe.field("/proc/self/status", "Seccomp").as_deref() == Some("2");
     let fix = match probe.number("/proc/sys/kernel/io_uring_disabled") {
@@ -63,13 +63,13 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
     Ok(match opened {
         Ok(mut queue) => match read_block(&mut queue) {
             Ok(()) => subject.ok(format!("{at}: memory and offsets aligned to {} B", queue.alignment())),
-            Err(e) => refused(subject, &format!("{at} opens with O_DIRECT, but a read fails: {e}")),
+            Err(e) => refused(subject, &format!("{at} opens with O_DIRECT, but a read fails: {}", error_chain(&*e))),
         },
         Err(Error::NoDirect { source: why @ Fallback::InMemory(_), .. }) => subject.note(format!("{at}: {why}")),
         Err(Error::Open { source, .. }) if source.kind() == ErrorKind::PermissionDenied => {
             subject.missing(format!("not tried: {at}: {source}"), permit(kind.is_block_device(), path))
         }
-        Err(e) => refused(subject, &e.to_string()),
+        Err(e) => refused(subject, &error_chain(&e)),
     })
 }
 
@@ -103,6 +103,6 @@ fn read_block(queue: &mut FileQueue) -> Result<(), Box<dyn std::error::Error>> {
     let block = AnonHeap::new().allocate(queue.alignment())?.share().into_slice();
     match run(queue, Operation::read(block, FileOffset::new(0)), Duration::from_secs(10)) {
         Ok(_) | Err(RunError { error: OpError::EndOfFile { .. }, .. }) => Ok(()),
-        Err(e) => Err(e.to_string().into()),
+        Err(e) => Err(e.error.into()),
     }
 }

@@ -126,6 +126,7 @@ fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Value {
         FaultKind::Denied => "denied",
         FaultKind::BadTable => "bad_table",
         FaultKind::OutOfRange => "out_of_range",
+        _ => "other",
     };
     json!({
         "va": Number(va),

@@ -274,8 +274,8 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
     if o.run.loaded.report.verified.is_some() {
         let how = match &o.run.space {
             AddressSpaceKind::PageTables { .. } => "through the card's MMU",
-            AddressSpaceKind::Driver { .. } => "by copies from device virtual addresses",
             AddressSpaceKind::Flat => "from the device's memory (it has no MMU)",
+            _ => "by copies from device virtual addresses",
         };
         let tensors = count(tensors(&o.run.loaded), "tensor");
         out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
