@@ -20,9 +20,8 @@ use crate::size::{binary, duration, rate};
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalaned keep &                          the process that holds them
-  dmalane keep models/llama
-  dmalane keep model.gguf --name q4 --manifest model.manifest
+  dmalane keep models/llama                `dmalaned keep` is the process that holds it
+  dmalane keep model.safetensors --name q4 --manifest model.manifest
   dmalane load kept:llama -d soft          from memory: wherever a model is named
   dmalane kept
   dmalane drop llama
@@ -36,7 +35,7 @@ Exit status: 0 kept, 1 it is not kept, 2 usage error.";
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Keep {
-    /// The files of a model, or its directory or index
+    /// Files to keep, or the directory or the index of a model
     #[arg(value_name = "MODEL", required = true)]
     files: Vec<PathBuf>,
 

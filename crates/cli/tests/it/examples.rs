@@ -1,7 +1,10 @@
 //! Every example in every `--help` runs as it is printed, or is listed here with the reason why it cannot.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
 
 const DMALANE: &str = env!("CARGO_BIN_EXE_dmalane");
 const DMALANED: &str = env!("CARGO_BIN_EXE_dmalaned");
@@ -61,7 +64,8 @@ fn examples(program: &str, words: &[String], found: &mut Vec<String>) {
 /// The commands that a help lists.
 pub fn commands(help: &str) -> Vec<&str> {
     // Descriptions that do not fit a line are indented further.
-    let lists = ["Commands:", "Models:", "Devices:", "For authors of drivers:", "Other:"];
+    let lists =
+        ["Commands:", "Models:", "Models that stay in memory:", "Devices:", "For authors of drivers:", "Other:"];
     let names = lists
         .iter()
         .flat_map(|heading| block(help, heading))
@@ -73,6 +77,7 @@ fn shell(line: &str, folder: &Path) -> std::process::Output {
     let path = format!("{}:{}", Path::new(DMALANE).parent().unwrap().display(), std::env::var("PATH").unwrap());
     let mut command = Command::new("sh");
     command.args(["-ec", line]).current_dir(folder).env("PATH", path).env("HOME", folder);
+    command.env("DMALANE_KEEP", folder.join("keep.sock"));
     command.output().unwrap()
 }
 
@@ -87,7 +92,8 @@ fn folder() -> tempfile::TempDir {
     let make = "\
         cp model.safetensors weights.bin; cp model.safetensors model.bin; cp model.bin 4711
         gzip -k model.bin model.safetensors
-        mkdir -p models/minilm; cp model.safetensors models/minilm/model.safetensors
+        mkdir -p models/minilm models/llama; cp model.safetensors models/minilm/model.safetensors
+        cp model.safetensors models/llama/model.safetensors
         dmalane manifest model.safetensors -o model.manifest
         printf 'GGUF\\003\\000\\000\\000%s' > model.gguf; head -c 16 /dev/zero >> model.gguf
         mkdir -p .local/share/bash-completion/completions .config/fish/completions
@@ -98,6 +104,31 @@ fn folder() -> tempfile::TempDir {
     let output = shell(make, folder.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     folder
+}
+
+/// A keeper of models in a folder.
+struct Keeping(std::process::Child);
+
+impl Keeping {
+    fn at(folder: &Path) -> Self {
+        let socket = folder.join("keep.sock");
+        let mut command = Command::new(DMALANED);
+        command.arg("keep").env("DMALANE_KEEP", &socket).env_remove("NOTIFY_SOCKET").stderr(Stdio::null());
+        let keeper = Self(command.spawn().unwrap());
+        let begun = Instant::now();
+        while dmalane::load::kept::KeeperClient::connect(&socket).is_err() {
+            assert!(begun.elapsed() < Duration::from_secs(60));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        keeper
+    }
+}
+
+impl Drop for Keeping {
+    fn drop(&mut self) {
+        let _ = rustix::process::kill_process(Pid::from_child(&self.0), Signal::TERM);
+        let _ = self.0.wait();
+    }
 }
 
 /// Options that name a file to write.
@@ -115,6 +146,7 @@ struct Done {
 /// Runs examples one after the other, in a folder of their own.
 fn run(examples: Vec<String>) -> Done {
     let folder = folder();
+    let _keeper = Keeping::at(folder.path());
     let mut done = Done::default();
     for example in examples {
         if let Some((text, _)) = ELSEWHERE.iter().find(|(text, _)| example.contains(text)) {
@@ -136,6 +168,10 @@ fn run(examples: Vec<String>) -> Done {
             line += if line.contains("-j") { "" } else { " -j 1" };
             line += if line.contains("--buffer-size") { "" } else { " --buffer-size 64KiB" };
             line += if line.contains("--iterations") { "" } else { " --duration 0.001" };
+        }
+        // Another example may have dropped it.
+        if line.contains("kept:llama") || line.contains("drop llama") {
+            line = format!("dmalane keep -q models/llama >/dev/null; {line}");
         }
         // Without --force, an example may not replace what another one wrote.
         let words: Vec<&str> = line.split_whitespace().collect();

@@ -91,9 +91,9 @@ pub fn keep<P: AsRef<Path>>(
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
-    let name = options.name_for(&paths)?;
-    let keeper = options.keeper()?;
-    keep_files(&keeper, name, &open(&paths)?, options, watch)
+    let (name, files) = (options.name_for(&paths)?, open(&paths)?);
+    check_model(&files)?;
+    keep_files(&options.keeper()?, name, &files, options, watch)
 }
 
 /// Attaches to a model that was kept from these files, which have not changed since, or else keeps it first.
@@ -128,6 +128,7 @@ pub fn attach_or_keep<P: AsRef<Path>>(
     if let Some(lent) = attach(&name)? {
         return Ok(lent);
     }
+    check_model(&files)?;
     // By its hash: another model may have its name by now, and even its place.
     let mut tries = 0..TRIES;
     loop {
@@ -141,6 +142,12 @@ pub fn attach_or_keep<P: AsRef<Path>>(
 
 fn open(paths: &[PathBuf]) -> Result<Vec<OpenFile>, Error> {
     in_parallel(ModelSet::of(paths)?.files, |file| OpenFile::of(&file))
+}
+
+/// Refuses what is no model.
+fn check_model(files: &[OpenFile]) -> Result<(), Error> {
+    let options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
+    HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), options).map(drop)
 }
 
 fn stamp(file: &OpenFile) -> Result<Stamp, Error> {
@@ -170,9 +177,6 @@ fn keep_files(
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
-    // Refuses what is no model.
-    let model_options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
-    HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), model_options)?;
     let mut manifest = Manifest::unhashed(files)?;
     let lens = files.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>()?;
     let expected = options.manifest.expect(files.iter().map(|file| &*file.path).zip(lens.iter().copied()))?;
