@@ -256,6 +256,24 @@ fn models_of_one_name_are_told_apart_by_their_files() {
 }
 
 #[test]
+fn who_waits_for_another_process_to_read_it_can_stop() {
+    let served = Served::of_bytes(64 << 20);
+    let path = served.sample("m", 1 << 20, 1);
+    let reading = File::open(&path).unwrap();
+    rustix::fs::flock(&reading, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+    let options = KeepOptions { socket: Some(served.socket()), ..KeepOptions::default() };
+    let mut asked = 0;
+    let stopped = kept::attach_or_keep([&path], &options, |_| {
+        asked += 1;
+        if asked < 3 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    });
+    assert!(matches!(stopped, Err(Error::Fill(dmalane_load::fill::FillError::Cancelled { .. }))), "{stopped:?}");
+    assert_eq!(served.names(), [""; 0]);
+    drop(reading);
+    kept::attach_or_keep([&path], &options, |_| ControlFlow::Continue(())).unwrap();
+}
+
+#[test]
 fn a_new_model_takes_the_place_of_its_name() {
     let served = Served::of_bytes(1 << 30);
     let named = || KeepOptions { name: Some("m".to_owned()), ..KeepOptions::default() };

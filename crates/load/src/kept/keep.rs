@@ -15,7 +15,7 @@ use super::error::KeepError;
 use super::wire::KeepRefusal;
 use crate::difference::Difference;
 use crate::error::Error;
-use crate::fill::{Digest, Event, FilledBuf};
+use crate::fill::{Digest, Event, FillError, FilledBuf};
 use crate::manifest::{Expected, Manifest, ManifestRegion, hash_regions, refuse};
 use crate::model::{HostModel, ModelOptions};
 use crate::open_file::OpenFile;
@@ -123,6 +123,10 @@ pub fn attach_or_keep<P: AsRef<Path>>(
     while lock.as_ref().is_some_and(|file| {
         rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK)
     }) {
+        // Who waits may be told to stop, as who reads.
+        if watch(Event::Arrived { buffer: 0, offset: 0, len: 0 }).is_break() {
+            return Err(FillError::Cancelled { done: 0, of: bytes_of(&files) }.into());
+        }
         std::thread::sleep(TURN);
     }
     if let Some(lent) = attach(&name)? {
@@ -148,6 +152,10 @@ fn open(paths: &[PathBuf]) -> Result<Vec<OpenFile>, Error> {
 fn check_model(files: &[OpenFile]) -> Result<(), Error> {
     let options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
     HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), options).map(drop)
+}
+
+fn bytes_of(files: &[OpenFile]) -> u64 {
+    files.iter().filter_map(|file| file.size().ok()).fold(0, u64::saturating_add)
 }
 
 fn stamp(file: &OpenFile) -> Result<Stamp, Error> {
