@@ -1,7 +1,7 @@
 //! Attaching to kept models of several sizes, beside loading the same file from the page cache.
 //!
-//! Each model has 200 tensors, whatever its size. The keeper is a thread of this process, over a socket as any other. An
-//! attach ends with the tensors: their names, shapes and addresses. Rounds take the sizes and the load in turn. All
+//! Each model has 200 tensors, whatever its size. The keeper is a thread of this process, over a socket as any other.
+//! An attach ends with the tensors: their names, shapes and addresses. Rounds take the sizes and the load in turn. All
 //! bytes are compared with the file in the first round.
 
 use std::error::Error;

@@ -15,6 +15,9 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("docter", "a similar subcommand exists: 'doctor'"),
         ],
     ),
+    ("keep", &[("", "<MODEL>..."), ("m.bin --name \"a:b\"", "is no name: 1 to 200 letters")]),
+    ("kept", &[("x", "unexpected argument 'x'"), ("--json --openmetrics", "cannot be used with")]),
+    ("drop", &[("", "<NAME>...")]),
     (
         "load",
         &[
@@ -152,6 +155,9 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
 
 /// Command lines that could be right elsewhere: nothing is there, or it is not of the right kind.
 const FAILS: &[&str] = &[
+    "keep nothing.bin",
+    "kept",
+    "drop nothing",
     "load missing",
     "load m missing",
     "load m --trace missing/m",
