@@ -152,7 +152,8 @@ impl Keeper {
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
             drop(fds);
             if ready[0] {
-                if rustix::io::read(stop, &mut [0; 1]).is_ok_and(|n| n > 0) {
+                let in_order = rustix::io::read(stop, &mut [0; 1]).is_ok_and(|n| n > 0);
+                if in_order || self.shelf.models.is_empty() {
                     self.store.end();
                 }
                 return Ok(());
