@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
-/// What is closed for one user, in the order in which it came.
+/// Descriptors that are closed for one user, in the order in which they came.
 struct Line {
     to: Sender<Vec<OwnedFd>>,
     /// Descriptors that are not closed yet.

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -382,7 +383,9 @@ impl Keeper {
         let (number, tell) = (kept.number, self.hashed.0.clone());
         let copies = kept.fds.iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>();
         let hashed = move || {
-            let found = copies.ok().and_then(|fds| match check(fds) {
+            // Of a thread that panics, too, the keeper learns that it has ended.
+            let checked = copies.ok().and_then(|fds| catch_unwind(AssertUnwindSafe(|| check(fds))).ok());
+            let found = checked.and_then(|checked| match checked {
                 Ok(()) => Some(Ok(())),
                 Err(e @ (Error::Differs { .. } | Error::Kept(KeepError::Bad { .. }) | Error::Format { .. })) => {
                     Some(Err(e.to_string()))
@@ -403,7 +406,12 @@ impl Keeper {
             self.hashing = false;
             let at = self.shelf.models.iter().position(|kept| kept.number == number);
             match (checked, at) {
-                (None, _) => self.hash_after = Instant::now() + IDLE,
+                (None, at) => {
+                    self.hash_after = Instant::now() + IDLE;
+                    // It is the last one to be tried again.
+                    let tried = at.map(|at| self.shelf.models.remove(at));
+                    self.shelf.models.extend(tried);
+                }
                 (Some(Ok(())), Some(at)) => self.shelf.models[at].checked = Checked::Here,
                 (Some(Err(why)), Some(at)) => {
                     let kept = self.shelf.models.remove(at);

@@ -50,7 +50,7 @@ impl Kept {
 pub(crate) struct Shelf {
     pub(crate) config: KeeperConfig,
     pub(crate) models: Vec<Kept>,
-    /// What is lent no more, but still in use: its memory counts until it is not.
+    /// Models that are lent no more but still in use: their memory counts until they are not.
     pub(crate) leaving: Vec<Kept>,
     pub(crate) hits: u64,
     pub(crate) misses: u64,
@@ -154,7 +154,7 @@ impl Shelf {
         Ok(self.models.extract_if(.., |kept| gone.contains(&kept.number)).collect())
     }
 
-    /// What a user may see.
+    /// The models that a user may see.
     pub(crate) fn list(&self, user: u32) -> KeptList {
         let is_right = |kept: &&Kept| kept.model.shared && kept.checked == Checked::Here;
         let seen = self.models.iter().filter(|kept| kept.user == user || is_right(kept));

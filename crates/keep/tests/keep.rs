@@ -253,6 +253,13 @@ fn models_of_one_name_are_told_apart_by_their_files() {
         let files = lent.files().iter().map(|file| OpenFile::of(file).unwrap());
         assert_eq!(HostModel::of_files(files, ModelOptions::default()).unwrap().tensors().count(), tensors);
     }
+    // Also under names of their own, beside each other: their hash is the same.
+    let named = |name: &str| KeepOptions { name: Some(name.to_owned()), ..options() };
+    for (name, path, tensors) in [("x", "m.safetensors.index.json", 1), ("y", "m.safetensors", 5)] {
+        let lent = kept::attach_or_keep([folder.join(path)], &named(name), |_| ControlFlow::Continue(())).unwrap();
+        let files = lent.files().iter().map(|file| OpenFile::of(file).unwrap());
+        assert_eq!(HostModel::of_files(files, ModelOptions::default()).unwrap().tensors().count(), tensors);
+    }
 }
 
 #[test]
@@ -340,7 +347,7 @@ fn raw(served: &Served) -> OwnedFd {
     socket
 }
 
-/// What the keeper answers; `None` at the end of the connection.
+/// The keeper's answer; `None` at the end of the connection.
 fn answered(socket: &OwnedFd) -> Option<KeeperAnswer> {
     let mut text = [0; 8192];
     let got = receive_with_fds(socket, &mut text, RecvFlags::empty()).ok()?;

@@ -18,7 +18,7 @@ use super::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, KeptList, MAX_FDS, MAX_M
 use crate::manifest::Manifest;
 use crate::set::SetFile;
 
-/// What stands before the name of a kept model where a path is expected.
+/// The letters before the name of a kept model where a path is expected.
 const PREFIX: &str = "kept:";
 /// The variable that names the keeper's socket.
 const VARIABLE: &str = "DMALANE_KEEP";

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
@@ -57,10 +57,10 @@ pub struct Stamp {
     pub ino: u64,
     /// Bytes.
     pub len: u64,
-    /// When it was last written, in nanoseconds.
-    pub modified: i128,
-    /// When it was last changed in any way, in nanoseconds.
-    pub changed: i128,
+    /// When it was last written: seconds and nanoseconds.
+    pub modified: [i64; 2],
+    /// When it was last changed in any way.
+    pub changed: [i64; 2],
 }
 
 impl Stamp {
@@ -70,13 +70,12 @@ impl Stamp {
     /// The kernel's.
     pub fn of(file: &File) -> std::io::Result<Self> {
         let meta = file.metadata()?;
-        let nanoseconds = |seconds: i64, more: i64| i128::from(seconds) * 1_000_000_000 + i128::from(more);
         Ok(Self {
             dev: meta.dev(),
             ino: meta.ino(),
             len: meta.len(),
-            modified: nanoseconds(meta.mtime(), meta.mtime_nsec()),
-            changed: nanoseconds(meta.ctime(), meta.ctime_nsec()),
+            modified: [meta.mtime(), meta.mtime_nsec()],
+            changed: [meta.ctime(), meta.ctime_nsec()],
         })
     }
 }
@@ -148,12 +147,19 @@ pub fn read_text(fd: &OwnedFd, most: u64) -> Result<Vec<u8>, KeepError> {
     if !seals.contains(SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW) {
         return Err(bad("it is not sealed".to_owned()));
     }
-    let file = File::from(fd.try_clone().map_err(|e| bad(e.to_string()))?);
-    let len = file.metadata().map_err(|e| bad(e.to_string()))?.len();
+    let len = rustix::fs::fstat(fd).map_err(|e| bad(e.to_string()))?.st_size as u64;
     if len > most {
         return Err(bad(format!("it has {len} bytes, and may have {most}")));
     }
     let mut text = vec![0; len as usize];
-    file.read_exact_at(&mut text, 0).map_err(|e| bad(e.to_string()))?;
+    // Without another descriptor: where there is none left, the text is as good as before.
+    let mut done = 0;
+    while done < text.len() {
+        match rustix::io::retry_on_intr(|| rustix::io::pread(fd, &mut text[done..], done as u64)) {
+            Ok(0) => return Err(bad("it ends too early".to_owned())),
+            Ok(n) => done += n,
+            Err(e) => return Err(bad(e.to_string())),
+        }
+    }
     Ok(text)
 }

@@ -25,7 +25,7 @@ use crate::set::{ModelSet, SetFile};
 
 /// How often a process that waits for another one to keep a model looks for it.
 const TURN: std::time::Duration = std::time::Duration::from_millis(20);
-/// How often a model is kept again whose place another one took before it could be attached to.
+/// How often a model is kept whose place another one takes before it can be attached to.
 const TRIES: u32 = 3;
 /// Bytes that the texts of a model take beside their names.
 const TEXTS: u64 = 64 << 10;
@@ -133,15 +133,17 @@ pub fn attach_or_keep<P: AsRef<Path>>(
         return Ok(lent);
     }
     check_model(&files)?;
-    // By its hash: another model may have its name by now, and even its place.
-    let mut tries = 0..TRIES;
-    loop {
+    for _ in 0..TRIES {
         let model = keep_files(&keeper, name.clone(), &files, options, &mut watch)?;
-        match keeper.attach(&model.id) {
-            Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) if tries.next().is_some() => {}
-            lent => return Ok(lent?),
+        // Another model may have its name by now; one of the same hash may leave out other tensors.
+        for called in [&name, &model.id] {
+            if let Some(lent) = attach(called)? {
+                return Ok(lent);
+            }
         }
     }
+    let why = "other models of its name took its place; give it a name of its own".to_owned();
+    Err(KeepError::Bad { what: format!("the model {name:?}"), why }.into())
 }
 
 fn open(paths: &[PathBuf]) -> Result<Vec<OpenFile>, Error> {
