@@ -32,7 +32,7 @@ const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The function that a worker serves, and what wakes it: the client's kicks, and requests that change what there is to do.
+/// The function that a worker serves, and what wakes it: the client's kicks, and requests that change its work.
 pub(crate) struct Alarm {
     /// Once the client has opened it.
     pub function: OnceLock<Function>,

@@ -5,7 +5,7 @@
 #[path = "../examples/edu.rs"]
 mod driver;
 mod edu;
-#[allow(dead_code)]
+#[allow(dead_code)] // as above
 #[path = "../examples/peer.rs"]
 mod peer;
 
