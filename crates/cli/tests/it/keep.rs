@@ -216,21 +216,24 @@ fn whoever_is_killed_no_byte_differs_and_nothing_is_lost() {
                 }
             }
         });
-        for _ in 0..kills() {
+        // The keeper, a client, or both, as many times each.
+        for kill in 0..3 * kills() {
             let n = random.below(3) + 1;
-            let client = match random.below(3) {
-                0 => None,
-                1 => Some(keeping.command(&["keep", &format!("m{n}.safetensors")])),
-                _ => Some(keeping.command(&["read", &format!("kept:m{n}")])),
-            };
+            let (keeper, client) = (kill % 3 != 1, kill % 3 != 0 || random.below(2) == 0);
+            let client = client.then(|| match random.below(2) {
+                0 => keeping.command(&["keep", &format!("m{n}.safetensors")]),
+                _ => keeping.command(&["read", &format!("kept:m{n}")]),
+            });
             let client = client.map(|mut client| client.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
             std::thread::sleep(Duration::from_micros(random.below(40_000)));
-            if client.is_none() || random.below(2) == 0 {
+            if keeper {
                 keeping.end(Signal::KILL);
                 keeping.start(&["--memory", "16MiB"]);
             }
             if let Some(mut client) = client {
-                let _ = client.kill();
+                if kill % 3 != 0 {
+                    let _ = client.kill();
+                }
                 client.wait().unwrap();
             }
         }
