@@ -253,9 +253,8 @@ class Jobs:
         if out:
             self.count("hashes of devices")
             found = json.loads(out)
-            sizes = [size for size, _ in found["tensors"]]
-            hashes = [[size, sha256(data[:size])] for size in sizes]
-            if found["tensors"] != hashes or sizes not in ([len(data)], [len(data) // 2]):
+            half = data[: len(data) // 2]
+            if found["tensors"] not in (self.files.tensors[path], [[len(half), sha256(half)]]):
                 self.broken(f"{len(data)} bytes, cut to half: the device has {found['tensors']}")
         copy.unlink()
 
