@@ -78,6 +78,8 @@ pub struct Keeper {
     hashing: bool,
     hash_after: Instant,
     store: Store,
+    /// When whoever holds models was last replaced.
+    replaced: Option<Instant>,
     log: Box<dyn FnMut(&str) + Send>,
 }
 
@@ -93,6 +95,7 @@ impl Keeper {
             hashing: false,
             hash_after: Instant::now(),
             store: Store::None,
+            replaced: None,
             log: Box::new(log),
         }
     }
@@ -162,8 +165,7 @@ impl Keeper {
             let mut first = 1 + usize::from(accepts);
             if self.store.holder().is_some() {
                 if ready[first] {
-                    (self.log)("warning: the process that holds models is gone: they end with this keeper");
-                    self.store = Store::None;
+                    self.replace_holder();
                 }
                 first += 1;
             }
@@ -186,6 +188,20 @@ impl Keeper {
                 idle.into_iter().for_each(|number| self.disconnect(number));
             }
         }
+    }
+
+    /// Whoever holds models is gone: another one takes its place, unless that one did so just now.
+    fn replace_holder(&mut self) {
+        let is_new = self.replaced.is_some_and(|at| at.elapsed() < IDLE);
+        self.replaced = Some(Instant::now());
+        let replaced = if is_new { Err(std::io::Error::other("it ends at once")) } else { self.store.replace() };
+        if let Err(e) = replaced {
+            (self.log)(&format!("warning: the process that holds models is gone; they end with this keeper: {e}"));
+            self.store = Store::None;
+            return;
+        }
+        (self.log)("warning: the process that holds models was gone; another one has them");
+        self.shelf.models.iter().for_each(|kept| self.store.put(kept.number, kept.user, &kept.fds));
     }
 
     fn accept(&mut self, listener: BorrowedFd<'_>) -> Result<(), Errno> {

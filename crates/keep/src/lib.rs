@@ -36,4 +36,4 @@ mod store;
 pub use config::KeeperConfig;
 pub use dmalane_daemon::Listener;
 pub use keeper::{Keeper, KeeperError};
-pub use store::{Store, hold, inherited};
+pub use store::{Holder, Store, hold, inherited};

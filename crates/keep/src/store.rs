@@ -32,8 +32,17 @@ pub enum Store {
     None,
     /// The service manager's: the socket of its notifications, and what it passed at the start.
     Manager(OwnedFd, PathBuf, Vec<(String, OwnedFd)>),
-    /// A process that holds them.
-    Holder(OwnedFd),
+    /// A process that holds them, and the way to start another one.
+    Holder(OwnedFd, Holder),
+}
+
+/// The way to a process that holds descriptors.
+#[derive(Clone, Debug)]
+pub struct Holder {
+    /// Where it listens.
+    pub path: PathBuf,
+    /// Starts it there.
+    pub start: fn(&Path) -> std::io::Result<()>,
 }
 
 /// Descriptors with their names that the service manager has passed to this process: none but the first time.
@@ -69,12 +78,12 @@ impl Store {
         Ok(Some(Self::Manager(socket, path.into(), passed)))
     }
 
-    /// A process that holds descriptors at `path`, which `start` starts if there is none.
+    /// A process that holds descriptors, started if there is none.
     ///
     /// # Errors
-    /// The kernel's, or that of `start`.
-    pub fn of_holder(path: &Path, start: impl FnOnce() -> std::io::Result<()>) -> std::io::Result<Self> {
-        let address = SocketAddrUnix::new(path)?;
+    /// The kernel's, or that of the start.
+    pub fn of_holder(holder: Holder) -> std::io::Result<Self> {
+        let address = SocketAddrUnix::new(&*holder.path)?;
         let connect = || -> Result<OwnedFd, Errno> {
             let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
             let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
@@ -85,15 +94,32 @@ impl Store {
             Ok(socket)
         };
         if let Ok(socket) = connect() {
-            return Ok(Self::Holder(socket));
+            return Ok(Self::Holder(socket, holder));
         }
-        start()?;
+        (holder.start)(&holder.path)?;
         let begun = std::time::Instant::now();
         loop {
             match connect() {
-                Ok(socket) => return Ok(Self::Holder(socket)),
+                Ok(socket) => return Ok(Self::Holder(socket, holder)),
                 Err(e) if begun.elapsed() > TIMEOUT => return Err(e.into()),
                 Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    /// Another process in place of one that is gone, which holds nothing yet; none where it cannot be started.
+    pub(crate) fn replace(&mut self) -> std::io::Result<()> {
+        let Self::Holder(_, holder) = std::mem::replace(self, Self::None) else { return Ok(()) };
+        let begun = std::time::Instant::now();
+        loop {
+            let mut store = Self::of_holder(holder.clone())?;
+            // One that is ending may still have accepted a connection, and does not answer.
+            if store.take_back().1 {
+                *self = store;
+                return Ok(());
+            }
+            if begun.elapsed() > TIMEOUT {
+                return Err(std::io::Error::other("it does not answer"));
             }
         }
     }
@@ -102,7 +128,7 @@ impl Store {
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
         match self {
             Self::None => Ok(()),
-            Self::Holder(socket) => send_with_fds(socket, text.as_bytes(), &fds, SendFlags::empty()).map(drop),
+            Self::Holder(socket, _) => send_with_fds(socket, text.as_bytes(), &fds, SendFlags::empty()).map(drop),
             Self::Manager(socket, path, _) => {
                 let address = match path.to_str().and_then(|path| path.strip_prefix('@')) {
                     Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes())?,
@@ -146,7 +172,7 @@ impl Store {
         let found = match self {
             Self::None => Vec::new(),
             Self::Manager(_, _, passed) => std::mem::take(passed),
-            Self::Holder(socket) => match send_with_fds(&*socket, b"all", &[], SendFlags::empty()) {
+            Self::Holder(socket, _) => match send_with_fds(&*socket, b"all", &[], SendFlags::empty()) {
                 Ok(_) => {
                     let mut found = Vec::new();
                     is_all = loop {
@@ -177,12 +203,12 @@ impl Store {
 
     /// The socket of a process that holds models, which becomes readable when that is gone.
     pub(crate) fn holder(&self) -> Option<BorrowedFd<'_>> {
-        if let Self::Holder(socket) = self { Some(socket.as_fd()) } else { None }
+        if let Self::Holder(socket, _) = self { Some(socket.as_fd()) } else { None }
     }
 
     /// The keeper ends in good order: nothing is to be held any more.
     pub(crate) fn end(&self) {
-        if let Self::Holder(_) = self {
+        if let Self::Holder(..) = self {
             let _ = self.tell("end", &[]);
         }
     }

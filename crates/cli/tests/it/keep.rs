@@ -183,6 +183,23 @@ impl Random {
 }
 
 #[test]
+fn a_holder_that_is_killed_is_replaced() {
+    let mut keeping = Keeping::new(&["--memory", "16MiB"]);
+    sample(keeping.at("m.safetensors"), 1 << 20, 1);
+    let kept = keeping.json(&["keep", "m.safetensors", "--json"]);
+    let (holder, start) = (holder_of(&keeping.socket()).unwrap(), Instant::now());
+    kill_process(Pid::from_raw(holder.cast_signed()).unwrap(), Signal::KILL).unwrap();
+    let has_all = |pid: u32| pid != holder && memfds(pid) == 3;
+    while !holder_of(&keeping.socket()).is_some_and(has_all) {
+        assert!(start.elapsed() < LONG, "another one holds the description, the manifest and the file");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    keeping.end(Signal::KILL);
+    keeping.start(&["--memory", "16MiB"]);
+    assert_eq!(keeping.json(&["kept", "--json"])["models"][0]["id"], kept["id"]);
+}
+
+#[test]
 fn whoever_is_killed_no_byte_differs_and_nothing_is_lost() {
     let mut keeping = Keeping::new(&["--memory", "16MiB"]);
     let expected: Vec<Vec<u8>> = (0..4)

@@ -15,7 +15,7 @@ use std::thread;
 
 use clap::Args;
 use dmalane::dma::room;
-use dmalane::keep::{Keeper, KeeperConfig, Store, hold, inherited};
+use dmalane::keep::{Holder, Keeper, KeeperConfig, Store, hold, inherited};
 use dmalane::load::kept::{self, KeepOptions, socket_path};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::number::within;
@@ -136,16 +136,16 @@ fn store(socket: &Path, passed: Vec<(String, OwnedFd)>) -> Result<Store, Failure
     if let Some(store) = Store::of_manager(passed)? {
         return Ok(store);
     }
-    let path = PathBuf::from(format!("{}.held", socket.display()));
-    let start = || {
+    let start: fn(&Path) -> std::io::Result<()> = |path| {
         let mut holder = Command::new(std::env::current_exe()?);
-        holder.arg("hold").arg(&path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        holder.arg("hold").arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // Not interrupted with this process by a terminal.
         let mut holder = holder.process_group(0).spawn()?;
         thread::spawn(move || holder.wait());
         Ok(())
     };
-    Store::of_holder(&path, start).map_err(|e| Failure::because("cannot start the process that holds models", &e))
+    let holder = Holder { path: PathBuf::from(format!("{}.held", socket.display())), start };
+    Store::of_holder(holder).map_err(|e| Failure::because("cannot start the process that holds models", &e))
 }
 
 /// Hold the memory of models for a keeper.
