@@ -149,6 +149,10 @@ class Jobs:
         status = process.returncode
         if (killed or group) and status == -signal.SIGKILL:
             self.count("killed")
+            # Its output has a hidden name until it is whole.
+            for left in user.folder.glob(f".*{threading.get_ident()}*.dmalane-*"):
+                left.unlink()
+                self.count("files of killed jobs")
             return None
         if status == 0:
             self.count("succeeded")
