@@ -14,7 +14,23 @@ from .compare.__main__ import main as compare
 from .compare.measure import plain
 from .compare.report import table
 
-PROGRAM = "the full command line is a program in Rust: in a clone of dmalane, `cargo install --path crates/cli`"
+PROGRAM = (
+    "the full command line is a program in Rust: from the archive of a release, or in a clone of dmalane by "
+    "`cargo install --path crates/cli`"
+)
+
+
+def full_program() -> str | None:
+    """The program in Rust, of the same name, where it is in PATH: behind this one in an environment that is active."""
+    for folder in os.get_exec_path():
+        path = os.path.join(folder, "dmalane")
+        try:
+            with open(path, "rb") as file:
+                if file.read(4) == b"\x7fELF" and os.access(path, os.X_OK):
+                    return path
+        except OSError:
+            continue
+    return None
 
 
 def inspect(files: list[str]) -> int:
@@ -27,13 +43,16 @@ def inspect(files: list[str]) -> int:
     return 0
 
 
-def differences(files: list[str], path: str) -> int:
+def differences(files: list[str], path: str, as_json: bool) -> int:
     """Prints where files differ from their manifest."""
     found = verify(files, path)
+    if as_json:
+        print(json.dumps({"schema": 1, "command": "verify", "differences": found}, indent=1))
+        return int(bool(found))
     for one in found:
         parts = [one["file"], one["problem"], one["part"], one["tensor"] and repr(one["tensor"])]
         print(plain(" ".join(part for part in parts if part)))
-    print(f"{len(found)} differences" if found else "Verified")
+    print("Verified" if not found else "1 difference" if len(found) == 1 else f"{len(found)} differences")
     return int(bool(found))
 
 
@@ -50,8 +69,10 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("files", nargs="+", metavar="FILE", help="file, or directory or index of a model")
         if name == "manifest":
             command.add_argument("--sha256", action="store_true", help="take SHA-256 as well")
+            command.add_argument("-o", "--output", metavar="FILE", help="write it there, where there is no file yet")
         if name == "verify":
             command.add_argument("--manifest", required=True, metavar="FILE")
+            command.add_argument("--json", action="store_true", help="print JSON")
     commands.add_parser("compare", help="compare ways to load files", add_help=False)
     return parser
 
@@ -62,6 +83,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] == ["compare"]:
         return compare(words[1:])
     if words and not words[0].startswith("-") and words[0] not in ("inspect", "manifest", "verify"):
+        if program := full_program():
+            os.execv(program, [program, *words])
         print(f"dmalane: the Python package has no command {words[0]!r}; {PROGRAM}", file=sys.stderr)
         return 2
     options = parser().parse_args(words)
@@ -69,8 +92,13 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.command == "inspect":
             return inspect(options.files)
         if options.command == "verify":
-            return differences(options.files, options.manifest)
-        print(json.dumps(manifest(options.files, sha256=options.sha256), indent=1))
+            return differences(options.files, options.manifest, options.json)
+        made = json.dumps(manifest(options.files, sha256=options.sha256), indent=1)
+        if options.output is None:
+            print(made)
+        else:
+            with open(options.output, "x") as file:
+                file.write(made + "\n")
         return 0
     except BrokenPipeError:
         # The reader has left, and what is buffered has nowhere to go.

@@ -54,13 +54,13 @@ pub fn wrap(text: &str, indent: usize) -> String {
     wrap_to(text, indent, columns())
 }
 
-/// The lines of a message for stderr, no wider than the terminal that shows it, or elsewhere as the environment says: a
-/// program that sets many `COLUMNS` finds each cause in a line. Text in backquotes, a command to be copied, stays on
+/// The lines of a message for stderr, no wider than the terminal that shows it, or elsewhere as the environment says: in
+/// a pipe each cause is in one line. Text in backquotes, a command to be copied, stays on
 /// one line.
 pub fn wrap_message(text: &str) -> String {
     let columns = match width(&stderr()) {
         Some(columns) => columns.min(WIDEST),
-        None => named().unwrap_or(WIDEST),
+        None => named().unwrap_or(u16::MAX.into()),
     };
     wrap_message_to(text, columns)
 }

@@ -301,7 +301,12 @@ impl<'a> Saving<'a> {
         // A file name has at most 255 bytes.
         prefix.push(OsStr::from_bytes(&target.name.as_bytes()[..target.name.len().min(200)]));
         prefix.push(".dmalane-");
-        let file = tempfile::Builder::new().prefix(&prefix).permissions(mode).tempfile_in(target.in_folder(""))?;
+        let file = tempfile::Builder::new().prefix(&prefix).permissions(mode).tempfile_in(target.in_folder(""));
+        // It names a file of which nobody knows.
+        let file = file.map_err(|e| match e.get_ref().and_then(|named| named.source()?.downcast_ref::<io::Error>()) {
+            Some(cause) => io::Error::new(e.kind(), format!("no file can be made beside it: {cause}")),
+            None => e,
+        })?;
         if let Some(old) = &target.old {
             // Only root may give files away; who may not keeps what is his, in the file's group if it is one of his.
             let _ = fchown(&file, Some(old.st_uid), None);
@@ -343,6 +348,16 @@ mod tests {
 
     fn save(path: &Path, bytes: &[u8]) -> Result<(), Error> {
         Output::new(path).replace(true).write(bytes)
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_to_is_said_to_be_that() {
+        let folder = tempfile::tempdir().unwrap();
+        rustix::fs::chmod(folder.path(), Mode::from_raw_mode(0o500)).unwrap();
+        // Root may write everywhere but in /proc.
+        let at = if rustix::process::geteuid().is_root() { Path::new("/proc/self") } else { folder.path() };
+        let text = error_chain(&Output::new(at.join("name")).write(b"x").unwrap_err());
+        assert!(text.contains("no file can be made beside it: ") && !text.contains("/proc/self/fd"), "{text}");
     }
 
     #[test]

@@ -128,6 +128,8 @@ def of_safetensors(clone: bool = False, **options: str) -> Prepared:
 def framework() -> str:
     """PyTorch where it is installed, for it has all types; else NumPy, which has those of models by ml_dtypes."""
     if importlib.util.find_spec("torch"):
+        # Imported here, before the time of a load begins.
+        libraries({"torch": "torch"})
         return "pt"
     libraries({"numpy": "numpy", "ml_dtypes": "ml_dtypes"})
     return "numpy"

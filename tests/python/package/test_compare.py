@@ -234,3 +234,11 @@ def test_loaders_onto_a_device(file):
     assert done.returncode == 0, done.stderr
     for name in ("dmalane", "dmalane-prefetch", "safetensors-mmap", "safetensors-pread"):
         assert found[name]["bytes_right"] and found[name]["memory"] == "memory of cpu", found[name]
+
+
+def test_a_library_is_imported_before_the_time_begins(tmp_path):
+    (tmp_path / "torch.py").touch()
+    says = "import sys\nfrom dmalane.compare import loaders\nprint(loaders.framework(), 'torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "pt True\n"

@@ -1,6 +1,7 @@
 """The program `dmalane` of the package."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ from package.models import random_tensors, write_model
 dmalane = pytest.importorskip("dmalane", reason="the package is not installed: scripts/check python builds it")
 
 
-def program(*words):
+def program(*words, path=""):
     command = [sys.executable, "-m", "dmalane", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "PATH": str(path)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 def test_the_program_knows_itself():
@@ -34,6 +36,13 @@ def test_commands_of_the_other_program_are_named():
     (line,) = done.stderr.splitlines()
     assert line.startswith("dmalane: the Python package has no command 'load'; ")
     assert "cargo install --path crates/cli" in line
+
+
+def test_the_other_program_does_what_this_one_does_not(tmp_path):
+    if "DMALANE_BIN" not in os.environ:
+        pytest.skip("the program is not built: scripts/check python builds it")
+    (tmp_path / "dmalane").symlink_to(os.environ["DMALANE_BIN"])
+    assert program("iopt", "formats", path=tmp_path).stdout.startswith("format")
 
 
 def test_tensors_are_listed(tmp_path):
@@ -61,4 +70,11 @@ def test_files_are_compared_with_their_manifest(tmp_path):
         "Verified\n", 2)  # fmt: skip
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     done = program("verify", path, "--manifest", manifest)
-    assert (done.returncode, done.stdout) == (1, "m.safetensors changed tensor 'b'\n1 differences\n")
+    assert (done.returncode, done.stdout) == (1, "m.safetensors changed tensor 'b'\n1 difference\n")
+    told = program("verify", path, "--manifest", manifest, "--json")
+    assert told.returncode == 1 and [one["tensor"] for one in json.loads(told.stdout)["differences"]] == ["b"]
+    for status in (0, 1):
+        done = program("manifest", path, "-o", tmp_path / "written")
+        assert (done.returncode, done.stdout) == (status, "")
+    assert "File exists" in done.stderr
+    assert json.loads((tmp_path / "written").read_text()) == dmalane.manifest(path)

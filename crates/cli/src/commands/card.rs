@@ -1,5 +1,6 @@
 //! `dmalane card serve`: the software card as a device of another process.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -73,7 +74,12 @@ impl Serve {
     /// Serves clients, one after the other.
     fn run(self) -> Result<ExitCode, Failure> {
         let config = CardConfig { workers: Workers::PerChannel, ..card(&self.device)?.config() };
-        let server = CardServer::bind(&self.vfio_user, config)?;
+        let server = CardServer::bind(&self.vfio_user, config).map_err(|e| match &e {
+            CardServerError::Listen { source, .. } if source.kind() == ErrorKind::AddrInUse => {
+                Failure::from(e).hint("another program listens there: choose another path")
+            }
+            _ => e.into(),
+        })?;
         output::print(&format!("listening at {}\n", plain(&self.vfio_user.to_string_lossy())))?;
         for client in 1u64.. {
             let line = match server.accept().and_then(CardClient::serve) {

@@ -46,7 +46,7 @@ pub struct Keep {
     #[arg(value_name = "MODEL")]
     models: Vec<PathBuf>,
 
-    /// Socket to listen on
+    /// Socket to listen on [default: keep.sock in $XDG_RUNTIME_DIR/dmalane, or in /run/dmalane]
     #[arg(long, value_name = "PATH", env = "DMALANE_KEEP", hide_env_values = true)]
     #[arg(default_value_os_t = socket_path(), hide_default_value = true)]
     socket: PathBuf,
@@ -87,7 +87,10 @@ impl Keep {
             // Where it cannot be made, listening fails and says so.
             let _ = DirBuilder::new().recursive(true).mode(0o755).create(folder);
         }
-        let lock = File::create(format!("{}.lock", socket.display()))?;
+        let lock = File::create(format!("{}.lock", socket.display())).map_err(|e| {
+            Failure::because(format!("cannot listen at {}", socket.display()), &e)
+                .hint("--socket or DMALANE_KEEP names another place")
+        })?;
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Err(Failure::new(format!("another keeper is listening at {}", socket.display())));
         }
@@ -96,6 +99,12 @@ impl Keep {
         let half = || room().map(|room| room.bytes.saturating_add(keeper.bytes()) / 2);
         let no_limit = || Failure::usage("the kernel does not say how much memory is free: --memory says how much");
         let memory = self.memory.map(Size::bytes).or_else(half).ok_or_else(no_limit)?;
+        let has = rustix::system::sysinfo();
+        let has = (has.totalram as u64).saturating_mul(has.mem_unit.into());
+        if memory > has {
+            let (memory, has) = (binary(memory), binary(has));
+            return Err(Failure::usage(format!("--memory: this machine has {has} of memory, and not {memory}")));
+        }
         keeper.limit(memory);
         say(&format!("keeps up to {} at {}", binary(memory), socket.display()));
         system::notify("READY=1");
