@@ -32,12 +32,12 @@ pub trait Lending: Send {
 pub struct LentMemory {
     /// Where it lies.
     pub at: Span<CardAddr>,
-    _held: Box<dyn Send>,
+    _held: Box<dyn Send + Sync>,
 }
 
 impl LentMemory {
     /// Memory that stays where it is until `held` is dropped.
-    pub fn new(at: Span<CardAddr>, held: impl Send + 'static) -> Self {
+    pub fn new(at: Span<CardAddr>, held: impl Send + Sync + 'static) -> Self {
         Self { at, _held: Box::new(held) }
     }
 }

@@ -122,7 +122,8 @@ impl Store {
         for (index, fd) in fds.iter().enumerate() {
             let name = format!("keep.{number}.{user}.{index}");
             let text = match self {
-                Self::Manager(..) => format!("FDSTORE=1\nFDNAME={name}"),
+                // Not polled: the manager closes what seems to be hung up, as memory of a device may.
+                Self::Manager(..) => format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"),
                 _ => format!("put {name}"),
             };
             let _ = self.tell(&text, &[fd]);
