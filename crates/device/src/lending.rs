@@ -4,6 +4,7 @@ use std::error::Error;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use dmalane_addr::{CardAddr, Span};
+use dmalane_dma::OfProcess;
 
 /// Lends memory of a device to other processes, and takes what they lend: no byte is copied.
 /// [`Device::lending`](crate::Device::lending) makes it.
@@ -28,17 +29,17 @@ pub trait Lending: Send {
     fn take(&self, memory: BorrowedFd<'_>, len: u64) -> Result<LentMemory, Box<dyn Error + Send + Sync>>;
 }
 
-/// Memory that another process has lent, until this is dropped.
+/// Memory that another process has lent, until this is dropped by the process that took it.
 pub struct LentMemory {
     /// Where it lies.
     pub at: Span<CardAddr>,
-    _held: Box<dyn Send + Sync>,
+    _held: OfProcess<Box<dyn Send + Sync>>,
 }
 
 impl LentMemory {
     /// Memory that stays where it is until `held` is dropped.
     pub fn new(at: Span<CardAddr>, held: impl Send + Sync + 'static) -> Self {
-        Self { at, _held: Box::new(held) }
+        Self { at, _held: OfProcess::new(Box::new(held)) }
     }
 }
 

@@ -525,6 +525,8 @@ fn a_model_of_many_files_comes_in_several_messages() {
 fn of_memory_of_a_device_only_the_texts_are_looked_at() {
     let served = Served::of_bytes(2 << 20);
     let client = served.client();
+    // It serves by now, and takes descriptors.
+    assert!(client.list().unwrap().models.is_empty());
     // A pipe: nothing could be sealed, locked or opened anew, and its other end sees when it is closed.
     let (memory, mut end) = std::io::pipe().unwrap();
     let entry = KeptEntry {
@@ -547,7 +549,7 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
         let text = |text: &[u8]| kept::sealed_text("text", text).unwrap();
         let mut fds = vec![text(&serde_json::to_vec(model).unwrap()), text(b"{}")];
         fds.extend(memory.iter().map(|fd| fd.try_clone().unwrap()));
-        served.client().keep(&fds).map_err(|e| e.to_string())
+        served.client().keep(&fds).map_err(|e| dmalane_dma::error_chain(&e))
     };
     let memory = [OwnedFd::from(memory)];
     for (wrong, memory, says) in [

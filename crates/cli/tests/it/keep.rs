@@ -184,10 +184,8 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     let is_right = |device: &mut OpenDevice| {
         host.tensors().enumerate().all(|(index, tensor)| {
             let read = host.read(&tensor.name, &mut |_| ControlFlow::Continue(())).unwrap();
-            let mut bytes = vec![0; tensor.len as usize];
-            read.as_volatile_slice().read(&mut bytes);
             assert_eq!(file.tensor(index).tensor.name, tensor.name);
-            read_back(device, file, index) == bytes
+            read_back(device, file, index) == read.to_vec()
         })
     };
     assert!(is_right(&mut device));
@@ -222,6 +220,41 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     assert_eq!(row(&keeping)["attached"], false);
     drop(device);
     fake.assert_clean("kept on the GPU");
+}
+
+#[test]
+fn what_an_index_leaves_out_is_not_attached_to_on_a_gpu() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+    let folder = keeping.at("model");
+    std::fs::create_dir(&folder).unwrap();
+    for letter in ['a', 'b'] {
+        crate::shard(folder.join(format!("{letter}.safetensors")), 1 << 20, letter);
+    }
+    crate::index(&folder, &["a.safetensors", "b.safetensors"]);
+    let path = folder.join("model.safetensors.index.json");
+    let mut index: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let map = index["weight_map"].as_object_mut().unwrap();
+    let left_out: Vec<String> = map.keys().step_by(2).cloned().collect();
+    left_out.iter().for_each(|name| drop(map.remove(name)));
+    std::fs::write(&path, index.to_string()).unwrap();
+    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let mut device = dmalane::open(&format!("cuda:0,lib={}", fake.path())).unwrap();
+    let watch = |_| ControlFlow::Continue(());
+    kept::keep_on(&mut device, [&folder], &options, watch).unwrap();
+    let loaded = KeeperClient::connect(&keeping.socket()).unwrap().attach_onto("model", &mut device, true).unwrap();
+    let host = HostModel::open([&folder], ModelOptions::default()).unwrap();
+    let there: Vec<_> = loaded.files.iter().flat_map(|file| file.tensors()).map(|t| t.tensor.name.clone()).collect();
+    assert_eq!(there, host.tensors().map(|tensor| tensor.name.clone()).collect::<Vec<_>>());
+    assert!(!left_out.is_empty() && left_out.iter().all(|name| !there.contains(name)));
+    for file in &loaded.files {
+        for (index, tensor) in file.tensors().enumerate() {
+            let read = host.read(&tensor.tensor.name, &mut |_| ControlFlow::Continue(())).unwrap();
+            assert_eq!(read_back(&mut device, file, index), read.to_vec(), "{}", tensor.tensor.name);
+        }
+    }
+    device.unload(loaded).unwrap();
+    drop(device);
+    fake.assert_clean("an index");
 }
 
 #[test]

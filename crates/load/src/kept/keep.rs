@@ -95,10 +95,7 @@ pub fn keep<P: AsRef<Path>>(
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
-    let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
-    let (name, files) = (options.name_for(&paths)?, open(&paths)?);
-    check_model(&files)?;
-    keep_files(&options.keeper()?, name, &files, options, None, watch)
+    keep_in(None, paths, options, watch)
 }
 
 /// As [`keep`], into memory of a device, for [`KeeperClient::attach_onto`]. It is compared with the
@@ -112,13 +109,22 @@ pub fn keep_on<P: AsRef<Path>>(
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
+    keep_in(Some(device), paths, options, watch)
+}
+
+fn keep_in<P: AsRef<Path>>(
+    device: Option<&mut OpenDevice>,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<KeptModel, Error> {
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
     let (name, files) = (options.name_for(&paths)?, open(&paths)?);
-    if options.shared {
+    if options.shared && device.is_some() {
         return Err(KeepError::Bad { what: "--shared".to_owned(), why: NOT_SHARED.to_owned() }.into());
     }
     check_model(&files)?;
-    keep_files(&options.keeper()?, name, &files, options, Some(device), watch)
+    keep_files(&options.keeper()?, name, &files, options, device, watch)
 }
 
 /// Attaches to a model that was kept from these files, which have not changed since, or else keeps it first.
@@ -328,14 +334,16 @@ fn lend(device: &mut OpenDevice, loaded: &Loaded, manifest: &Manifest) -> Result
     let lending = device.lending().map_err(cannot_lend)?;
     let mut memory = Memory { device: Some(lending.device().to_owned()), fds: Vec::new(), places: Vec::new() };
     for file in &loaded.files {
-        let mut bytes = 0;
-        for segment in file.bo.iter().flat_map(|bo| bo.sg().segments()) {
-            let span = Span::new(segment.addr, segment.len).ok_or("no memory").map_err(|e| cannot_lend(e.into()))?;
-            memory.fds.push(lending.lend(span).map_err(cannot_lend)?);
-            bytes += span.len();
+        let segments = file.bo.iter().flat_map(|bo| bo.sg().segments());
+        let spans: Vec<_> = segments.filter_map(|segment| Span::new(segment.addr, segment.len)).collect();
+        if spans.len() > 1 {
+            return Err(cannot_lend("a file lies in several pieces of it".into()).into());
+        }
+        for span in &spans {
+            memory.fds.push(lending.lend(*span).map_err(cannot_lend)?);
         }
         let offsets = file.layout.places.iter().map(|place| place.bo_offset).collect();
-        memory.places.push(Some(KeptPlaces { bytes, offsets }));
+        memory.places.push(Some(KeptPlaces { bytes: spans.iter().map(Span::len).sum(), offsets }));
     }
     Ok(memory)
 }
