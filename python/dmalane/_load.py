@@ -113,10 +113,17 @@ def attach(
 
     name: of the model, the beginning of its hash, or `USER:NAME` for one that another user shares.
     framework, device: as of `load_file`. Tensors in host memory are shared with other processes, and to be read alone;
-        what is written to one of PyTorch is a copy of this process's own.
+        what is written to one of PyTorch is a copy of this process's own. `dmalane keep -d cuda:0` keeps a model in
+        memory of a GPU: then nothing is copied there, and the `DeviceTensor`s are to be read alone.
     verify: compare the bytes with the model's manifest first, which reads all of them.
     """
-    convert, files = converter(framework), Files.attached(name, verify)
+    convert, files = converter(framework), Files.attached(name, verify, not on_cpu(device))
+    if files is None:
+        if framework not in ("numpy", "np"):
+            why = "a model in memory of a GPU gives DeviceTensors, so leave framework out"
+            raise ValueError(f"framework={framework!r}: {why}")
+        on = device if isinstance(device, Device) else Device(device_name(device))
+        return {tensor.name: tensor for tensor in on.attach(name, verify)}
     if on_cpu(device):
         return {tensor.name: convert(tensor) for tensor in files.load()}
     if framework in TORCH and not isinstance(device, Device):

@@ -3,20 +3,22 @@
 use std::error::Error as StdError;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, NoIommu,
-    Region,
+    AddressSpace, AddressSpaceKind, Device, DeviceInfo, DeviceMemory, DlpackDevice, DriverCopies, FlatSpace, Lending,
+    NoIommu, Region,
 };
 use dmalane_dma::{AnonHeap, DriverHeap, Heap, PageKind, Registrar};
 use dmalane_queue::DeviceQueue;
 
 use crate::error::Error;
 use crate::gpu::Gpu;
+use crate::lender::Lender;
 use crate::queue::CudaQueue;
 use crate::space::{Binds, MapSpace};
-use crate::sys::{BackToBack, Borrowed, Context, Driver, PinnedMemory, Pins, Registered, Window};
+use crate::sys::{Attribute, BackToBack, Borrowed, Context, Driver, PinnedMemory, Pins, Registered, Window};
 use crate::vram::Vram;
 
 /// The GPUs of this machine, by the driver's library as [`CudaDevice::open`] finds it. No context is created.
@@ -38,6 +40,7 @@ pub struct CudaDevice {
     context: Arc<Context>,
     gpu: Gpu,
     region: [Region; 1],
+    lendable: Arc<AtomicBool>,
     notes: Vec<String>,
 }
 
@@ -74,7 +77,8 @@ impl CudaDevice {
         let queue = Some(CudaQueue::new(&context, registrar.clone(), span.len())?);
         let notes = notes(&gpu, binds, granule, driver.has_batches(), refused.as_deref());
         let window = Arc::new(window);
-        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], notes })
+        let lendable = Arc::default();
+        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], lendable, notes })
     }
 
     /// Name, memory and capabilities of the GPU.
@@ -194,7 +198,8 @@ impl Device for CudaDevice {
         let (context, window) = (self.context.clone(), self.window.clone());
         // What is bound in pages has to be allocated in pages.
         let page = (self.space.kind() != AddressSpaceKind::Flat).then(|| self.space.page().bytes());
-        let vram = Vram { context, window, page, live: Vec::new(), stuck: Vec::new() };
+        let lendable = self.lendable.clone();
+        let vram = Vram { context, window, page, lendable, live: Vec::new(), stuck: Vec::new() };
         DeviceMemory::new(&self.region).driven_by(vram)
     }
 
@@ -216,6 +221,17 @@ impl Device for CudaDevice {
 
     fn borrow(&self, memory: Span<CardAddr>) -> Result<Box<dyn Send>, Box<dyn StdError + Send + Sync>> {
         Ok(Box::new(Borrowed::new(&self.context, memory.first().bits(), memory.len())?))
+    }
+
+    fn lending(&self) -> Result<Box<dyn Lending>, Box<dyn StdError + Send + Sync>> {
+        if self.space.kind() != AddressSpaceKind::Flat {
+            return Err("memory that is bound in pages (vmm) cannot be lent to other processes".into());
+        }
+        if self.context.attribute(Attribute::PosixHandles) == 0 {
+            return Err(Error::Unsupported("descriptors of its memory for other processes").into());
+        }
+        let (context, lendable) = (self.context.clone(), self.lendable.clone());
+        Ok(Box::new(Lender { context, lendable, uuid: self.gpu.uuid.clone() }))
     }
 
     fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn StdError + Send + Sync>> {

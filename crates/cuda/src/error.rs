@@ -63,6 +63,9 @@ pub enum Error {
     /// Device memory that is not allocated, or not as whole pages.
     #[error("no memory, or no whole page of it, was allocated at {0:#x}")]
     NotAllocated(u64),
+    /// Memory that another process has lent, of another GPU.
+    #[error("the memory is that of GPU {0}")]
+    OtherGpu(i32),
     /// All memory of the GPU is taken.
     #[error("the GPU has no free memory")]
     NoMemory,

@@ -9,6 +9,7 @@
 //! | host memory | pinned by `cuMemHostRegister`, for all GPUs of the process; else the driver copies it |
 //! | device memory | one region `vram` of what is free when the GPU is opened; addresses are those of CUDA |
 //! | queue | one, on a stream for each direction; short copies go in batches (`cuMemcpyBatchAsync`) |
+//! | lending | descriptors of memory (`cuMemExportToShareableHandle`), in a flat address space |
 //! | address space | flat, or bound by `cuMemMap` ([`Binds::CuMemMap`]) |
 //!
 //! **An address of device memory is a `CUdeviceptr`.** A window of addresses as long as the memory is reserved when
@@ -28,6 +29,7 @@
 mod device;
 mod error;
 mod gpu;
+mod lender;
 mod plan;
 mod queue;
 mod space;

@@ -171,6 +171,9 @@ calls! {
         release_memory = "cuMemRelease" (u64);
         map = "cuMemMap" (Pointer, usize, usize, u64, u64);
         unmap = "cuMemUnmap" (Pointer, usize);
+        export = "cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
+        import = "cuMemImportFromShareableHandle" (*mut u64, *mut c_void, c_int);
+        property_of = "cuMemGetAllocationPropertiesFromHandle" (*mut AllocationProp, u64);
         set_access = "cuMemSetAccess" (Pointer, usize, *const AccessDesc, usize);
         stream_create = "cuStreamCreate" (*mut Handle, c_uint);
         stream_destroy = "cuStreamDestroy_v2" (Handle);
@@ -256,6 +259,7 @@ pub(crate) enum Attribute {
     CopyEngines = 40,
     HostRegister = 99,
     VirtualMemory = 102,
+    PosixHandles = 103,
     RdmaWithVirtualMemory = 110,
     DmaBuf = 124,
 }

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::MemoryDriver;
@@ -14,6 +15,8 @@ pub(crate) struct Vram {
     pub(crate) window: Arc<Window>,
     /// Bytes of the pages in which memory is allocated; `None`: each allocation is one.
     pub(crate) page: Option<u64>,
+    /// Whether it can be lent to other processes.
+    pub(crate) lendable: Arc<AtomicBool>,
     /// Allocations that were not freed.
     pub(crate) live: Vec<Span<CardAddr>>,
     /// Those that could not be freed, because work of the context had not ended or could not be waited for.
@@ -24,7 +27,8 @@ impl MemoryDriver for Vram {
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>> {
         let (window, page) = (&self.window, self.page.unwrap_or(range.len()));
         self.stuck.retain(|stuck| window.unmap(stuck.first().bits(), stuck.len()).is_err());
-        window.map_new(range.first().bits(), range.len(), page).map_err(|e| match self.context.memory() {
+        let lendable = self.lendable.load(Ordering::Relaxed);
+        window.map_new(range.first().bits(), range.len(), page, lendable).map_err(|e| match self.context.memory() {
             Ok((free, total)) if e.code() == 2 => {
                 format!("{e}; {free} bytes of the GPU's {total} are free; `nvidia-smi` shows who uses them").into()
             }

@@ -28,14 +28,23 @@ impl Listener {
     /// # Errors
     /// [`ServerError::Listen`], [`ServerError::InUse`].
     pub fn bind(path: &Path, mode: u32) -> Result<Self, ServerError> {
+        // A refused peer must not have descriptors under way, whose close may block.
+        Self::bind_with(path, mode, false)
+    }
+
+    /// As [`bind`](Self::bind); `rights` says whether first messages may have descriptors.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn bind_with(path: &Path, mode: u32, rights: bool) -> Result<Self, ServerError> {
         let failed = |e: Errno| match e {
             Errno::ADDRINUSE => ServerError::InUse(path.to_owned()),
             e => ServerError::Listen { path: path.to_owned(), source: e.into() },
         };
         let mode = Mode::from_bits_truncate(mode & 0o777);
         let (socket, file) = SocketFile::bind(path, SocketType::SEQPACKET, mode).map_err(failed)?;
-        // Before anybody can connect: a refused peer must not have descriptors under way, whose close may block.
-        socket::pass_rights(&socket, false);
+        // Before anybody can connect.
+        socket::pass_rights(&socket, rights);
         rustix::net::listen(&socket, 64).map_err(failed)?;
         Ok(Self { socket, file: Some(file) })
     }

@@ -2,6 +2,7 @@
 //!
 //! A device joins with one call of [`suite`] from one test.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +15,8 @@ use dmalane_queue::{
 use dmalane_vm::{BindRequest, Bo};
 
 use crate::{
-    AddressSpace, AddressSpaceKind, Bounce, Device, DeviceMemory, DriverCopy, NoIommu, Placement, Region, SpaceError,
+    AddressSpace, AddressSpaceKind, Bounce, Device, DeviceMemory, DriverCopy, LentMemory, NoIommu, Placement, Region,
+    SpaceError,
 };
 
 const LONG: Duration = Duration::from_secs(30);
@@ -42,6 +44,7 @@ pub fn suite_aligned(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
     impossible_operations_come_back(&mut *open(), align);
     blocking_calls_move_bytes(&mut *open(), align);
     drivers_copy_as_queues_do(&mut *open());
+    memory_is_lent_or_refused(open, align);
     // One device at a time: some have no room for two.
     let kind = open().address_space().kind();
     match kind {
@@ -325,6 +328,52 @@ fn one(memory: &SgTable<CardAddr>) -> Span<CardAddr> {
 
 fn bo(memory: &SgTable<CardAddr>) -> Arc<Bo> {
     Arc::new(Bo::new(1, SgIndex::from_table(memory).unwrap()))
+}
+
+/// What one device lends another one reads, and nothing else: also when who has lent it is gone, and its descriptor.
+fn memory_is_lent_or_refused(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
+    let mut device = open();
+    let lending = match device.lending() {
+        Ok(lending) => lending,
+        Err(why) => return assert!(why.to_string().contains(' '), "a reason in words, not {why}"),
+    };
+    let (mut memory, len) = (device.memory(), 2 * device.regions()[0].granule.bytes());
+    let mut allocate = || one(&memory.allocate(len, &Placement::Default).unwrap());
+    let private = allocate();
+    lending.allow(true);
+    let lendable = allocate();
+    lending.allow(false);
+    let later = allocate();
+    for span in [private, later, lendable.sub(0, len / 2).unwrap(), Span::new(lendable.first(), 2 * len).unwrap()] {
+        assert!(lending.lend(span).is_err(), "only what was allocated for it, as a whole");
+    }
+    let bytes = noise(17, len);
+    let mut taken = Taken::new(&mut *device);
+    taken.write(0, DeviceAddr::Card(lendable.first()), &bytes);
+    let (fd, again) = (lending.lend(lendable).unwrap(), lending.lend(lendable).unwrap());
+    let mut other = open();
+    let borrower = other.lending().unwrap();
+    assert!(!lending.device().is_empty() && borrower.device() == lending.device(), "one device, one name");
+    for wrong in [0, len / 2, 2 * len, u64::MAX] {
+        assert!(borrower.take(fd.as_fd(), wrong).is_err(), "{wrong} bytes of {len}");
+    }
+    let null = std::fs::File::open("/dev/null").unwrap();
+    assert!(borrower.take(null.as_fd(), len).is_err(), "no memory");
+    let (lent, twice) = (borrower.take(fd.as_fd(), len).unwrap(), borrower.take(again.as_fd(), len).unwrap());
+    assert!(lent.at.len() == len && lent.at.intersect(&twice.at).is_none());
+    let mut there = Taken::new(&mut *other);
+    let at = |lent: &LentMemory| DeviceAddr::Card(lent.at.first());
+    assert!(there.read(0, at(&lent), len).unwrap() == bytes, "the same bytes");
+    taken.write(0, DeviceAddr::Card(lendable.first()), &bytes[align as usize..][..4096]);
+    assert!(there.read(0, at(&twice), 4096).unwrap() == bytes[align as usize..][..4096], "the same memory");
+    assert!(run_write(&mut there, 0, at(&lent), &bytes[..4096]).is_err(), "it is lent for reading");
+    taken.write(0, DeviceAddr::Card(lendable.first()), &bytes);
+    drop((taken, memory, lending));
+    drop((device, fd, again, twice));
+    assert!(there.read(0, at(&lent), len).unwrap() == bytes, "who has lent it is gone");
+    let gone = at(&lent);
+    drop(lent);
+    assert!(there.read(0, gone, 4096).is_err(), "it was given back");
 }
 
 fn a_flat_space_shows_memory_where_it_lies(device: &mut dyn Device) {

@@ -8,7 +8,7 @@ use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_dma::Registrar;
 use dmalane_queue::DeviceQueue;
 
-use crate::{AddressSpace, DeviceMemory, DriverCopies, Region};
+use crate::{AddressSpace, DeviceMemory, DriverCopies, Lending, Region};
 
 /// A device: memory regions, registration of host memory, queues, and an address space.
 ///
@@ -48,6 +48,14 @@ pub trait Device: Send {
     /// It is no memory of this device, or the device has no such libraries.
     fn borrow(&self, memory: Span<CardAddr>) -> Result<Box<dyn Send>, Box<dyn Error + Send + Sync>> {
         Err(format!("{memory:?} is memory of another library, and this device has none").into())
+    }
+
+    /// Lends its memory to other processes.
+    ///
+    /// # Errors
+    /// It cannot: why, in a sentence.
+    fn lending(&self) -> Result<Box<dyn Lending>, Box<dyn Error + Send + Sync>> {
+        Err(format!("{} cannot lend its memory to other processes", self.info().name).into())
     }
 
     /// Counters of what can be observed of it, as they are now.

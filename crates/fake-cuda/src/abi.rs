@@ -8,10 +8,19 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_uint, c_void};
-use std::os::fd::IntoRawFd;
+use std::fs::File;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
 
 use crate::model::*;
 
@@ -71,12 +80,7 @@ fn device(state: &State, at: u64, bytes: &mut [u8], write: bool) {
             continue;
         }
         let mut memory = mapping.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        let (here, there) = (&mut bytes[done..done + n], &mut memory[offset..offset + n]);
-        if write {
-            there.copy_from_slice(here)
-        } else {
-            here.copy_from_slice(there)
-        }
+        memory.copy(offset, &mut bytes[done..done + n], write);
         done += n;
     }
 }
@@ -196,7 +200,7 @@ fn attribute(settings: &Settings, attribute: c_int) -> c_int {
         11 => c_int::MAX,
         40 => 2,
         99 => settings.host_register.into(),
-        102 | 110 | 124 => settings.virtual_memory.into(),
+        102 | 103 | 110 | 124 => settings.virtual_memory.into(),
         _ => 0,
     }
 }
@@ -663,9 +667,45 @@ functions! {
             // Not zeroes, which would hide what was never written; where nothing is, memory that is not touched.
             let fill = if state.settings.idle { 0 } else { 0xcd };
             // SAFETY: callers pass a pointer to this structure, which was checked above.
-            let of = context_of(unsafe { *property }.location.1);
-            state.handles.insert(handle, (len as u64, Arc::new(Mutex::new(vec![fill; len])), of));
+            let Property { handle_types, location, .. } = unsafe { *property };
+            let bytes = match handle_types {
+                0 => Bytes::Own(vec![fill; len]),
+                _ => Bytes::Shared(shareable(len, fill).map_err(|_| OUT_OF_MEMORY)?, len as u64, false),
+            };
+            state.handles.insert(handle, (len as u64, Arc::new(Mutex::new(bytes)), context_of(location.1)));
             put(to, handle)
+        })
+    }
+    fn cuMemExportToShareableHandle(to: *mut c_int, handle: u64, kind: c_int, flags: u64) {
+        call("cuMemExportToShareableHandle", |state| {
+            let (len, memory, context) = live(state, handle, "exported")?;
+            match &*memory.lock().unwrap_or_else(PoisonError::into_inner) {
+                Bytes::Shared(file, _, false) if kind == 1 && flags == 0 => {
+                    let wrapped = wrap(file, context - context_of(0), len).map_err(|_| NOT_SUPPORTED)?;
+                    put(to, wrapped.into_raw_fd())
+                }
+                _ => Err(INVALID_VALUE),
+            }
+        })
+    }
+    fn cuMemImportFromShareableHandle(to: *mut u64, fd: usize, kind: c_int) {
+        with_context("cuMemImportFromShareableHandle", |state| {
+            let fd = c_int::try_from(fd).ok().filter(|fd| *fd >= 0 && kind == 1).ok_or(INVALID_VALUE)?;
+            // SAFETY: callers pass a descriptor that they keep open during the call.
+            let (file, device, len) = unwrap(unsafe { BorrowedFd::borrow_raw(fd) }).ok_or(INVALID_VALUE)?;
+            check_device(state, device)?;
+            let handle = state.number();
+            let memory = Arc::new(Mutex::new(Bytes::Shared(file, len, true)));
+            state.handles.insert(handle, (len, memory, context_of(device)));
+            put(to, handle)
+        })
+    }
+    fn cuMemGetAllocationPropertiesFromHandle(to: *mut Property, handle: u64) {
+        call("cuMemGetAllocationPropertiesFromHandle", |state| {
+            let (_, memory, context) = live(state, handle, "asked about")?;
+            let shared = matches!(&*memory.lock().unwrap_or_else(PoisonError::into_inner), Bytes::Shared(..));
+            let location = (1, (context - context_of(0)) as c_int);
+            put(to, Property { kind: 1, handle_types: shared.into(), location, rest: [0, 1 << 8] })
         })
     }
     fn cuMemRelease(handle: u64) {
@@ -679,11 +719,12 @@ functions! {
     }
     fn cuMemMap(at: u64, len: usize, offset: usize, handle: u64, flags: u64) {
         with_context("cuMemMap", |state| {
-            let Some((has, memory, context)) = state.handles.get(&handle).cloned() else {
-                // The real driver crashes.
-                state.violation(format!("memory {handle:#x} was mapped and does not exist"));
-                return Err(INVALID_VALUE);
-            };
+            let (has, memory, context) = live(state, handle, "mapped")?;
+            let came = matches!(&*memory.lock().unwrap_or_else(PoisonError::into_inner), Bytes::Shared(_, _, true));
+            if came && context != current() {
+                state.violation(format!("memory {handle:#x} of another process was mapped for another GPU"));
+                return Err(INVALID_DEVICE);
+            }
             let len = len as u64;
             if offset != 0 || len != has {
                 return Err(NOT_SUPPORTED);
@@ -773,7 +814,55 @@ fn check_property(state: &mut State, property: *const Property) -> Result {
     if rest[1].to_le_bytes()[1] != 1 && state.is_whole() {
         state.violation("memory without gpuDirectRDMACapable, which the GPU has".to_owned());
     }
-    if (kind, handle_types, location.0) == (1, 0, 1) { check_device(state, location.1) } else { Err(INVALID_VALUE) }
+    let is_known = (kind, location.0) == (1, 1) && matches!(handle_types, 0 | 1);
+    if is_known { check_device(state, location.1) } else { Err(INVALID_VALUE) }
+}
+
+/// The memory of a handle that must not have been released: with one that was, the real driver crashes.
+fn live(state: &mut State, handle: u64, what: &str) -> Result<(u64, Memory, u64)> {
+    let found = state.handles.get(&handle).cloned();
+    found.ok_or_else(|| {
+        state.violation(format!("memory {handle:#x} was {what} and does not exist"));
+        INVALID_VALUE
+    })
+}
+
+/// Memory that other processes can have.
+fn shareable(len: usize, fill: u8) -> std::io::Result<File> {
+    let file = File::from(rustix::fs::memfd_create("fake-cuda", rustix::fs::MemfdFlags::CLOEXEC)?);
+    file.set_len(len as u64)?;
+    if fill != 0 {
+        file.write_all_at(&vec![fill; len], 0)?;
+    }
+    Ok(file)
+}
+
+/// A descriptor from which memory, its device and its length are had, and nothing else: like the real driver's, it is
+/// no memfd, cannot be opened anew and has no length. It is a socket in which a message lies that is never taken out.
+fn wrap(file: &File, device: u64, len: u64) -> rustix::io::Result<OwnedFd> {
+    let (inside, outside) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [file.as_fd()];
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    let text = format!("fake-cuda {device} {len}");
+    sendmsg(&inside, &[IoSlice::new(text.as_bytes())], &mut control, SendFlags::empty())?;
+    Ok(outside)
+}
+
+/// What [`wrap`] has wrapped: the memory, its device and its length.
+fn unwrap(fd: BorrowedFd<'_>) -> Option<(File, c_int, u64)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let (mut control, mut text) = (RecvAncillaryBuffer::new(&mut space), [0; 64]);
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = recvmsg(fd, &mut [IoSliceMut::new(&mut text)], &mut control, flags).ok()?;
+    let file = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    })?;
+    let words: Vec<&str> = std::str::from_utf8(&text[..got.bytes]).ok()?.split(' ').collect();
+    let ["fake-cuda", device, len] = words[..] else { return None };
+    Some((file.into(), device.parse().ok()?, len.parse().ok()?))
 }
 
 /// Does what a command of [`Fake`] says: a word and numbers.

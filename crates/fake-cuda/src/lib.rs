@@ -8,6 +8,8 @@
 //! - Streams work on threads of their own, a little late, in order; a batch is done backwards.
 //! - Memory that is unmapped, freed or unregistered while a stream still uses it is a violation, and so is host memory
 //!   that was never registered, a handle that is not live, a call without a context.
+//! - Memory that was allocated for it is exported to other processes, and lives as long as a descriptor of it: then it
+//!   is a memfd, in a wrapper that is as little of a file as the real driver's descriptor.
 //! - Every call can be made to fail, once or for good; calls that undo something are done nevertheless, as the
 //!   driver's are that report an error of earlier work.
 //! - Everything that is created is counted: what is left at the end is a leak.

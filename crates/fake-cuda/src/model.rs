@@ -1,6 +1,8 @@
 //! State of the driver: contexts, memory, mappings, streams and their pending jobs.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -31,7 +33,46 @@ pub(crate) struct Model {
 pub(crate) static MODEL: std::sync::LazyLock<Model> = std::sync::LazyLock::new(Model::default);
 
 /// An allocation.
-pub(crate) type Memory = Arc<Mutex<Vec<u8>>>;
+pub(crate) type Memory = Arc<Mutex<Bytes>>;
+
+/// The bytes of an allocation.
+pub(crate) enum Bytes {
+    Own(Vec<u8>),
+    /// In a memfd, which other processes get: its bytes, and whether it came from another process.
+    Shared(File, u64, bool),
+}
+
+impl Default for Bytes {
+    fn default() -> Self {
+        Self::Own(Vec::new())
+    }
+}
+
+impl Bytes {
+    /// Those that take memory of the GPU here: memory of another process is counted there.
+    fn counted(&self) -> u64 {
+        match self {
+            Self::Own(bytes) => bytes.len() as u64,
+            Self::Shared(_, len, came) => {
+                if *came {
+                    0
+                } else {
+                    *len
+                }
+            }
+        }
+    }
+
+    /// Copies some of them, as many as `here` has, from or to `here`.
+    pub fn copy(&mut self, offset: usize, here: &mut [u8], write: bool) {
+        match (self, write) {
+            (Self::Own(bytes), true) => bytes[offset..offset + here.len()].copy_from_slice(here),
+            (Self::Own(bytes), false) => here.copy_from_slice(&bytes[offset..offset + here.len()]),
+            (Self::Shared(file, ..), true) => file.write_all_at(here, offset as u64).expect("memory"),
+            (Self::Shared(file, ..), false) => file.read_exact_at(here, offset as u64).expect("memory"),
+        }
+    }
+}
 
 /// Memory at device addresses.
 pub(crate) struct Mapping {
@@ -312,14 +353,14 @@ impl State {
     /// Bytes of device memory in use.
     pub fn used(&self) -> u64 {
         // Allocations whose handle was released live as long as they are mapped.
-        let mut seen: Vec<*const Mutex<Vec<u8>>> = Vec::new();
+        let mut seen: Vec<*const Mutex<Bytes>> = Vec::new();
         let mut used = 0;
         let ours = self.mapped.values().filter(|m| !m.outside).map(|m| &m.memory);
         let all = self.handles.values().map(|(_, memory, _)| memory).chain(ours);
         for memory in all {
             if !seen.contains(&Arc::as_ptr(memory)) {
                 seen.push(Arc::as_ptr(memory));
-                used += memory.lock().unwrap_or_else(PoisonError::into_inner).len() as u64;
+                used += memory.lock().unwrap_or_else(PoisonError::into_inner).counted();
             }
         }
         used

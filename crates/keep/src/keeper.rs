@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dmalane_daemon::{Listener, pass_rights};
+use dmalane_daemon::Listener;
 use dmalane_dma::{receive_with_fds, send_with_fds};
 use dmalane_load::Error;
 use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, MAX_FDS, MAX_MESSAGE, Message, VERSION, parse};
@@ -20,8 +20,7 @@ use thiserror::Error;
 
 use crate::close::Closers;
 use crate::config::KeeperConfig;
-use crate::lend::{lend, sealed_bytes};
-use crate::shelf::{Checked, Kept, Refused, Shelf};
+use crate::shelf::{Checked, Kept, Refused, Shelf, described};
 use crate::store::Store;
 
 /// How long nothing is accepted where that fails for lack of descriptors.
@@ -120,9 +119,17 @@ impl Keeper {
         self.store = store;
         for (number, user, fds) in found {
             self.last = self.last.max(number);
-            match self.shelve(user, fds, Some(number)) {
-                Ok(name) => (self.log)(&format!("took back {name:?} of user {user}")),
-                Err((_, why)) => (self.log)(&format!("warning: a model of user {user} is lost: {why}")),
+            match described(&fds) {
+                Ok(described) => {
+                    let name = self.shelve(user, fds, described, Some(number));
+                    (self.log)(&format!("took back {name:?} of user {user}"));
+                }
+                Err(why) => {
+                    // Its keeper ended while it was put there.
+                    self.store.remove(number, user, fds.len());
+                    self.closers.close(user, fds);
+                    (self.log)(&format!("warning: a model of user {user} is lost: {why}"));
+                }
             }
         }
         self
@@ -136,7 +143,6 @@ impl Keeper {
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), KeeperError> {
         let socket = listener.socket();
         rustix::io::ioctl_fionbio(socket, true)?;
-        pass_rights(socket, true);
         let mut rest = None::<Instant>;
         loop {
             rest = rest.filter(|until| Instant::now() < *until);
@@ -172,7 +178,7 @@ impl Keeper {
             self.take_hashed();
             self.hash_next();
             let left = self.shelf.take_left();
-            left.into_iter().for_each(|kept| self.closers.close(MYSELF, kept.fds));
+            left.into_iter().for_each(|kept| self.close(kept));
             for (number, _) in numbers.iter().zip(&ready[first..]).filter(|(_, ready)| **ready) {
                 if !self.serve(*number) {
                     self.disconnect(*number);
@@ -216,7 +222,6 @@ impl Keeper {
             self.closers.close(user, vec![socket]);
             return Ok(());
         }
-        pass_rights(&socket, true);
         self.last += 1;
         let connection = Connection { socket, user, promised: 0, parts: Vec::new(), asked: Instant::now() };
         self.connections.insert(self.last, connection);
@@ -291,8 +296,7 @@ impl Keeper {
         if kept.user != user && kept.checked != Checked::Here {
             return Err((KeepRefusal::Checking, format!("{name:?} is being compared with its manifest")));
         }
-        let wanted = kept.fds.iter().skip(from).take(MAX_FDS);
-        let lent = wanted.map(lend).collect::<Result<Vec<_>, _>>();
+        let lent = kept.lend(from, MAX_FDS);
         let lent = lent.map_err(|e| (KeepRefusal::Room, format!("the keeper cannot open more: {e}")))?;
         if lent.is_empty() {
             return Err((KeepRefusal::Bad, format!("{name:?} has {} descriptors", kept.fds.len())));
@@ -328,17 +332,24 @@ impl Keeper {
         self.store.remove(kept.number, kept.user, kept.fds.len());
         match kept.is_lent() {
             true => self.shelf.leaving.push(kept),
-            false => self.closers.close(MYSELF, kept.fds),
+            false => self.close(kept),
         }
+    }
+
+    /// Closes the descriptors of a model. What says that it is memory of a device may take long, as what users send.
+    fn close(&mut self, Kept { model, user, fds, .. }: Kept) {
+        self.closers.close(if model.device.is_some() { user } else { MYSELF }, fds);
     }
 
     fn keep(&mut self, number: u64) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
         let Some(connection) = self.connections.get_mut(&number) else { return Ok((KeeperAnswer::Done, Vec::new())) };
         let (user, fds, promised) = (connection.user, std::mem::take(&mut connection.parts), connection.promised);
-        let bytes = fds.iter().map(|fd| sealed_bytes(fd.as_fd())).try_fold(0u64, |sum, n| sum.checked_add(n?));
-        let Some(bytes) = bytes else {
-            self.closers.close(user, fds);
-            return Err((KeepRefusal::Bad, "its memory is not sealed memfds of ordinary pages".to_owned()));
+        let (model, bytes) = match described(&fds) {
+            Ok(described) => described,
+            Err(why) => {
+                self.closers.close(user, fds);
+                return Err((KeepRefusal::Bad, why));
+            }
         };
         if bytes > promised
             && let Err(refused) = self.room(number, bytes)
@@ -346,34 +357,20 @@ impl Keeper {
             self.closers.close(user, fds);
             return Err(refused);
         }
-        let name = self.shelve(user, fds, None)?;
+        let name = self.shelve(user, fds, (model, bytes), None);
         self.connections.entry(number).and_modify(|connection| connection.promised = 0);
         (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes"));
         Ok((KeeperAnswer::Done, Vec::new()))
     }
 
     /// Adds a model, in place of another one of its name, or one that the store has under a number; returns the name.
-    fn shelve(&mut self, user: u32, fds: Vec<OwnedFd>, stored: Option<u64>) -> Result<String, Refused> {
-        let bytes = fds.iter().map(|fd| sealed_bytes(fd.as_fd())).try_fold(0u64, |sum, n| sum.checked_add(n?));
-        let described = match (&fds.first(), bytes) {
-            (Some(first), Some(bytes)) => KeptModel::read(first).map(|model| (model, bytes)).map_err(|e| e.to_string()),
-            _ => Err("its memory is not sealed memfds".to_owned()),
-        };
-        let checked = described.and_then(|(model, bytes)| match model.files.len() + 2 == fds.len() {
-            true => Ok((model, bytes)),
-            false => Err(format!("{} descriptors for {} files", fds.len(), model.files.len())),
-        });
-        let (mut model, bytes) = match checked {
-            Ok(checked) => checked,
-            Err(why) => {
-                // Its keeper ended while it was put there.
-                stored.inspect(|number| self.store.remove(*number, user, fds.len()));
-                self.closers.close(user, fds);
-                return Err((KeepRefusal::Bad, why));
-            }
-        };
-        // Of a million tensors, their names are not needed here.
-        model.files.iter_mut().for_each(|file| file.listed = None);
+    fn shelve(
+        &mut self,
+        user: u32,
+        fds: Vec<OwnedFd>,
+        (model, bytes): (KeptModel, u64),
+        stored: Option<u64>,
+    ) -> String {
         let (number, name) = (stored.unwrap_or(self.last + 1), model.name.clone());
         if stored.is_none() {
             self.last = number;
@@ -384,10 +381,12 @@ impl Keeper {
         let before: Vec<Kept> = self.shelf.models.extract_if(.., same).collect();
         before.into_iter().for_each(|kept| self.release(kept));
         // Nobody can have changed what is sealed; but who says so may be another user, or a process that held it.
-        let checked = if stored.is_some() || model.shared { Checked::Soon } else { Checked::ByItsOwner };
+        // Memory of a device is only its owner's, and not mapped here.
+        let soon = model.device.is_none() && (stored.is_some() || model.shared);
+        let checked = if soon { Checked::Soon } else { Checked::ByItsOwner };
         let (used, attaches) = (Instant::now(), 0);
         self.shelf.models.push(Kept { number, model, user, fds, bytes, used, attaches, checked });
-        Ok(name)
+        name
     }
 
     /// Hashes the next model on another thread, one at a time.

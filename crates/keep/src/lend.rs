@@ -31,6 +31,12 @@ pub(crate) fn is_lent(fd: impl AsFd) -> bool {
     !again(fd).is_ok_and(|fd| flock(fd, FlockOperation::NonBlockingLockExclusive).is_ok())
 }
 
+/// A descriptor for who attaches, of memory of a device: the same one. It can be neither opened anew nor locked, and
+/// locks of all its like may be one, so it is not counted by.
+pub(crate) fn pass_on(fd: impl AsFd) -> io::Result<OwnedFd> {
+    fd.as_fd().try_clone_to_owned()
+}
+
 /// The bytes of memory behind a descriptor, if it is a memfd of ordinary pages that nobody can change. Asks nothing of
 /// any other file: whose it is may take for ever to answer.
 pub(crate) fn sealed_bytes(fd: BorrowedFd<'_>) -> Option<u64> {

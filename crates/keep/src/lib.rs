@@ -1,8 +1,8 @@
 //! The keeper of models: it holds models that others have loaded, and lends them ([`dmalane_load::kept`]).
 //!
-//! A keeper reads no files and maps no memory. It passes on descriptors of sealed memfds, so that nothing that a client
-//! does with its own memory or files can hold it up. It has one thread, and others that close what clients sent, and
-//! that hash models before other users get them.
+//! A keeper reads no files and maps no memory. It passes on descriptors of sealed memfds, and of memory of devices, of
+//! which it asks nothing, so that nothing that a client does with its own memory or files can hold it up. It has one
+//! thread, and others that close what clients sent, and that hash models before other users get them.
 //!
 //! ```
 //! use dmalane_keep::{KeeperConfig, Keeper, Listener};

@@ -1,14 +1,17 @@
 //! The models of a keeper: which there are, who may have them, and which make room for others.
 
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
 use dmalane_load::kept::KeptModel;
 use dmalane_load::kept::wire::{KeepRefusal, KeptList, KeptRow};
 
 use crate::config::KeeperConfig;
-use crate::lend::is_lent;
+use crate::lend::{is_lent, lend, pass_on, sealed_bytes};
 
+/// Descriptors of texts, which come first: the description and the manifest.
+const TEXTS: usize = 2;
 /// The shortest beginning of a hash that names a model.
 const SHORTEST_HASH: usize = 8;
 
@@ -40,9 +43,45 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    pub(crate) fn is_lent(&self) -> bool {
-        self.fds.iter().any(is_lent)
+    /// Those of its descriptors that are sealed memfds: of a model in memory of a device, only its texts.
+    fn sealed(&self) -> &[OwnedFd] {
+        let count = if self.model.device.is_some() { TEXTS } else { self.fds.len() };
+        &self.fds[..count.min(self.fds.len())]
     }
+
+    /// Whether anybody is attached.
+    pub(crate) fn is_lent(&self) -> bool {
+        self.sealed().iter().any(is_lent)
+    }
+
+    /// Some of its descriptors, for who attaches.
+    pub(crate) fn lend(&self, from: usize, most: usize) -> io::Result<Vec<OwnedFd>> {
+        let sealed = self.sealed().len();
+        let wanted = self.fds.iter().enumerate().skip(from).take(most);
+        wanted.map(|(i, fd)| if i < sealed { lend(fd) } else { pass_on(fd) }).collect()
+    }
+}
+
+/// What descriptors hold: the model, and the bytes of host memory that they take.
+///
+/// # Errors
+/// They are not those of a model.
+pub(crate) fn described(fds: &[OwnedFd]) -> Result<(KeptModel, u64), String> {
+    let model = fds.first().ok_or("it has no descriptors").map_err(str::to_owned);
+    let mut model = model.and_then(|first| KeptModel::read(first).map_err(|e| e.to_string()))?;
+    if model.descriptors() != fds.len() {
+        return Err(format!("{} descriptors for {} files", fds.len(), model.files.len()));
+    }
+    // Of what is no memfd, nothing is asked: an answer may take for ever.
+    let sealed = if model.device.is_some() { &fds[..TEXTS] } else { fds };
+    let bytes = sealed.iter().map(|fd| sealed_bytes(fd.as_fd())).try_fold(0u64, |sum, n| sum.checked_add(n?));
+    let bytes = bytes.ok_or("its memory is not sealed memfds of ordinary pages")?;
+    // Of a million tensors, their names and places are not needed here.
+    for file in &mut model.files {
+        file.listed = None;
+        file.placed.iter_mut().for_each(|places| places.offsets = Vec::new());
+    }
+    Ok((model, bytes))
 }
 
 /// The models, and room that is promised.
@@ -126,7 +165,8 @@ impl Shelf {
             [(Some(user), self.config.of_a_user(), promised.0), (None, self.config.memory, promised.1)]
         {
             let promised = promised.saturating_add(self.leaving(of));
-            let mut order: Vec<&Kept> = self.of(of).collect();
+            // What is in memory of a device makes no room here.
+            let mut order: Vec<&Kept> = self.of(of).filter(|kept| kept.model.device.is_none()).collect();
             order.sort_by_key(|kept| kept.used);
             let mut order = order.into_iter();
             let left = |gone: &[u64]| {
@@ -162,7 +202,8 @@ impl Shelf {
             name: kept.model.name.clone(),
             id: kept.model.id.clone(),
             user: kept.user,
-            bytes: kept.bytes,
+            device: kept.model.device.clone(),
+            bytes: kept.model.device.as_ref().map_or(kept.bytes, |_| kept.model.device_bytes()),
             files: kept.model.files.len(),
             shared: kept.model.shared,
             attached: kept.is_lent(),

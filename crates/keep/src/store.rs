@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use dmalane_daemon::{Listener, pass_rights};
+use dmalane_daemon::Listener;
 use dmalane_dma::{receive_with_fds, send_with_fds};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
@@ -148,7 +148,8 @@ impl Store {
         for (index, fd) in fds.iter().enumerate() {
             let name = format!("keep.{number}.{user}.{index}");
             let text = match self {
-                Self::Manager(..) => format!("FDSTORE=1\nFDNAME={name}"),
+                // Not polled: the manager closes what seems to be hung up, as memory of a device may.
+                Self::Manager(..) => format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"),
                 _ => format!("put {name}"),
             };
             let _ = self.tell(&text, &[fd]);
@@ -238,7 +239,6 @@ pub fn hold(listener: &Listener) -> std::io::Result<()> {
         if !socket_peercred(&keeper).is_ok_and(|peer| peer.uid == rustix::process::geteuid()) {
             continue;
         }
-        pass_rights(&keeper, true);
         let mut text = [0; MAX_MESSAGE];
         loop {
             let got = match receive_with_fds(&keeper, &mut text, RecvFlags::empty()) {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use dmalane_dma::{receive_with_fds, send_with_fds};
 use dmalane_keep::{Keeper, KeeperConfig, KeeperError, Listener};
 use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, Message};
-use dmalane_load::kept::{self, KeepError, KeepOptions, KeptModel};
+use dmalane_load::kept::{self, KeepError, KeepOptions, KeptEntry, KeptModel, KeptPlaces, Stamp};
 use dmalane_load::{Error, HostModel, Manifest, ModelOptions, OpenFile, write_sample};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType};
@@ -30,7 +30,7 @@ struct Served {
 impl Served {
     fn new(config: KeeperConfig) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let listener = Listener::bind(&folder.path().join("socket"), 0o600).unwrap();
+        let listener = Listener::bind_with(&folder.path().join("socket"), 0o600, true).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let log = Arc::new(Mutex::new(Vec::new()));
         let lines = log.clone();
@@ -505,6 +505,11 @@ fn no_hostile_client_delays_others_for_long() {
         println!("{name}: {} attaches, half in {:?}, 99 % in {:?}, all in {:?}", times.len(), at(50), at(99), at(100));
         assert!(at(100) < Duration::from_secs(30), "{name}");
     }
+    // Connections of the attacker may still be waiting to be accepted.
+    let begun = Instant::now();
+    while kept::KeeperClient::connect(&served.socket()).and_then(|keeper| keeper.attach("m")).is_err() {
+        assert!(begun.elapsed() < Duration::from_secs(30));
+    }
     let now = open(&served.client(), "m", ModelOptions::default()).read_all(None, &mut watch).unwrap();
     assert!(now.iter().flat_map(|tensor| tensor.to_vec()).eq(expected), "a byte has changed");
 }
@@ -542,5 +547,67 @@ fn a_model_of_many_files_comes_in_several_messages() {
     let lent = open(&served.client(), "many", ModelOptions::default());
     for n in [1, 250, 300] {
         assert_eq!(lent.read(&format!("t{n}"), &mut watch).unwrap().to_vec(), [1, 2, (n % 256) as u8]);
+    }
+}
+
+#[test]
+fn of_memory_of_a_device_only_the_texts_are_looked_at() {
+    let served = Served::of_bytes(2 << 20);
+    let client = served.client();
+    // It serves by now, and takes descriptors.
+    assert!(client.list().unwrap().models.is_empty());
+    // A pipe: nothing could be sealed, locked or opened anew, and its other end sees when it is closed.
+    let (memory, mut end) = std::io::pipe().unwrap();
+    let entry = KeptEntry {
+        name: "m.safetensors".to_owned(),
+        bytes: 1 << 30,
+        listed: None,
+        from: Stamp::default(),
+        placed: Some(KeptPlaces { bytes: 1 << 30, offsets: vec![0; 1000] }),
+    };
+    let device = Some("GPU-a0".to_owned());
+    let model = |shared, device: &Option<String>| KeptModel {
+        schema: 1,
+        name: "on-gpu".to_owned(),
+        id: "a".repeat(64),
+        shared,
+        device: device.clone(),
+        files: vec![entry.clone()],
+    };
+    let keep = |model: &KeptModel, memory: &[OwnedFd]| {
+        let text = |text: &[u8]| kept::sealed_text("text", text).unwrap();
+        let mut fds = vec![text(&serde_json::to_vec(model).unwrap()), text(b"{}")];
+        fds.extend(memory.iter().map(|fd| fd.try_clone().unwrap()));
+        served.client().keep(&fds).map_err(|e| dmalane_dma::error_chain(&e))
+    };
+    let memory = [OwnedFd::from(memory)];
+    for (wrong, memory, says) in [
+        (model(true, &device), &memory[..], "no other user may"),
+        (model(false, &None), &memory, "the same kind of memory"),
+        (model(false, &device), &[], "2 descriptors for 1 files"),
+    ] {
+        let refused = keep(&wrong, memory).unwrap_err();
+        assert!(refused.contains(says), "{refused}");
+    }
+    keep(&model(false, &device), &memory).unwrap();
+    drop(memory);
+    let list = client.list().unwrap();
+    let row = &list.models[0];
+    assert_eq!((row.device.as_deref(), row.bytes, row.attached), (Some("GPU-a0"), 1 << 30, false));
+    assert!(list.used < 1 << 20, "it takes no host memory, but for its texts: {}", list.used);
+    let elsewhere = client.attach("on-gpu").unwrap_err();
+    assert!(matches!(elsewhere, KeepError::Elsewhere { here: None, .. }), "{elsewhere}");
+    // It makes no room for others, since that would free none.
+    for seed in 0..3 {
+        let path = served.sample("host", 1 << 20, seed);
+        served.keep(&path, KeepOptions { name: Some(format!("host{seed}")), ..KeepOptions::default() }).unwrap();
+    }
+    assert_eq!(served.names(), ["on-gpu", "host2"]);
+    end.write_all(b"x").unwrap();
+    client.drop_model("on-gpu").unwrap();
+    let begun = Instant::now();
+    while end.write_all(b"x").is_ok() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "it is closed");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
 use std::ops::Index;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -11,7 +12,7 @@ use std::time::Instant;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, Segment, SgIndex, SgTable, Span};
 use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory, DlpackDevice,
-    IoError, MemoryError, Placement, Region, areas,
+    IoError, Lending, LentMemory, MemoryError, Placement, Region, areas,
 };
 use dmalane_dma::{Forked, Heap, OfProcess, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
@@ -20,8 +21,8 @@ use dmalane_vm::{BindRequest, Bo};
 use crate::channels::Channels;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
-use crate::fill::{FillOptions, Staging};
-use crate::layout::{ALIGN, Layout, PAGE, TensorAlign, TensorRun, VaRange};
+use crate::fill::{Digest, FillOptions, Staging};
+use crate::layout::{ALIGN, Layout, PAGE, Place, TensorAlign, TensorRun, VaRange};
 use crate::report::Report;
 use crate::timeline::Track;
 
@@ -178,7 +179,9 @@ pub struct LoadedFile {
     /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it, if it was hashed
     /// ([`FillOptions::checksum`]).
     pub checksum: Option<u64>,
-    /// The buffer object that holds its tensors; `None` when they have no bytes.
+    /// The hashes of its regions, where the options of the device have any.
+    pub(crate) digests: Vec<Digest>,
+    /// The buffer object that holds its tensors; `None` when they have no bytes, or another process has lent them.
     pub bo: Option<Arc<Bo>>,
     /// Where it lies in device virtual memory, gaps included: one range, or several on a device whose longest is
     /// shorter than the file. Each tensor lies in one.
@@ -189,7 +192,11 @@ pub struct LoadedFile {
     by_name: OnceLock<Vec<u32>>,
     /// The number of the device that it is on.
     device: u64,
+    lent: Option<Lent>,
 }
+
+/// Memory of a file that is lent, with a descriptor by which its lender counts who has it.
+pub(crate) type Lent = (LentMemory, Arc<OwnedFd>);
 
 /// A tensor on the device.
 #[derive(Clone, Debug)]
@@ -203,7 +210,13 @@ pub struct LoadedTensor {
 impl LoadedFile {
     pub(crate) fn new(path: PathBuf, model: Arc<Model>, layout: Layout, device: u64) -> Self {
         let (bo, ranges, tensors, by_name) = (None, Vec::new(), Vec::new(), OnceLock::new());
-        Self { path, model, checksum: None, bo, ranges, layout, tensors, by_name, device }
+        let (checksum, digests, lent) = (None, Vec::new(), None);
+        Self { path, model, checksum, digests, bo, ranges, layout, tensors, by_name, device, lent }
+    }
+
+    /// Whether another process has lent its memory, which is to be read alone.
+    pub fn is_lent(&self) -> bool {
+        self.lent.is_some()
     }
 
     /// Sets the ranges, and where the tensors lie in them.
@@ -469,6 +482,38 @@ impl OpenDevice {
     /// The pages behind the staging buffers, and why no better ones; `None` before the first load.
     pub fn staging_backing(&self) -> Option<&PageBacking> {
         self.staging.buffers().next().map(|(_, backing)| backing)
+    }
+
+    /// Lends its memory to other processes ([`Device::lending`]).
+    ///
+    /// # Errors
+    /// It cannot.
+    pub fn lending(&self) -> Result<Box<dyn Lending>, Box<dyn StdError + Send + Sync>> {
+        self.device.lending()
+    }
+
+    /// A file in memory that another process has lent, its tensors at these places; `None` where they lie beyond it.
+    pub(crate) fn lent_file(
+        &self,
+        path: PathBuf,
+        model: Arc<Model>,
+        offsets: impl Iterator<Item = u64>,
+        lent: Option<Lent>,
+    ) -> Option<LoadedFile> {
+        let at = lent.as_ref().map(|(memory, _)| memory.at);
+        let bo_len = at.map_or(0, |at| at.len());
+        let places: Vec<Place> = offsets.map(|bo_offset| Place { bo_offset, run: 0 }).collect();
+        let fits = |(tensor, place): (&Arc<Tensor>, &Place)| {
+            tensor.len == 0 || place.bo_offset.checked_add(tensor.len).is_some_and(|end| end <= bo_len)
+        };
+        if places.len() != model.tensors.len() || !model.tensors.iter().zip(&places).all(fits) {
+            return None;
+        }
+        let runs = vec![TensorRun { bound: bo_len, ..TensorRun::default() }];
+        let layout = Layout { places, runs, bo_len, ranges: vec![VaRange { bo_offset: 0, len: bo_len }] };
+        let mut file = LoadedFile { lent, ..LoadedFile::new(path, model, layout, self.number) };
+        file.place_at(at.and_then(|at| Span::new(DeviceVa::new(at.first().bits()), at.len())).into_iter().collect());
+        Some(file)
     }
 
     /// Takes device memory and device virtual addresses for a file.

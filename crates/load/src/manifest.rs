@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::blob::{digest, hex, name, verify_names};
-use crate::container::{FormatError, Model, Tensor, lfs_pointer, short};
+use crate::container::{CONTAINERS, FormatError, Model, Tensor, lfs_pointer, raw, short};
 use crate::difference::{Difference, RegionKind};
 use crate::error::Error;
 use crate::fill::{Digest, HashRegions};
@@ -94,6 +94,16 @@ impl ManifestFile {
             add(if model.tensors.is_empty() { RegionKind::Header } else { RegionKind::Gap }, at, model.len);
         }
         Self { name, bytes: model.len, format: model.container.name.to_owned(), regions }
+    }
+
+    /// The file as far as the manifest describes it.
+    pub(crate) fn contents(&self) -> Model {
+        let tensors = self.regions.iter().filter_map(|region| match &region.part {
+            RegionKind::Tensor(tensor) => Some(tensor.clone()),
+            RegionKind::Header | RegionKind::Gap => None,
+        });
+        let container = CONTAINERS.iter().find(|kind| kind.name == self.format).copied().unwrap_or(&raw::CONTAINER);
+        Model { len: self.bytes, tensors: tensors.collect(), metadata: None, by_columns: false, container }
     }
 
     fn ends(&self) -> Vec<u64> {

@@ -163,7 +163,7 @@ impl OpenDevice {
         expected: &Expected<'_>,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<(Clocks, u64, u64), Error> {
-        let hashed = self.options.fill.checksum || !expected.is_empty();
+        let hashed = self.options.fill.checksum || self.options.fill.hash_regions.is_some() || !expected.is_empty();
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
         let job = parts.job();
         let mut missing: Vec<Vec<u64>> =
@@ -200,8 +200,10 @@ impl OpenDevice {
             }
             _ => ControlFlow::Continue(()),
         };
-        let hash_regions = (!expected.is_empty()).then(|| Arc::new(hash_regions(expected)));
-        let options = FillOptions { hash_regions, ..options.fill.clone() };
+        let mut options = options.fill.clone();
+        if !expected.is_empty() {
+            options.hash_regions = Some(Arc::new(hash_regions(expected)));
+        }
         let targets = &PartTargets { files: placed, parts: &parts };
         let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
         let sink = Sink::Staging(staging, Some(to));
@@ -226,7 +228,7 @@ impl OpenDevice {
         }
         check(expected, done.hashes.iter().map(|hashes| &*hashes.digests))?;
         for (file, hashes) in files.iter_mut().zip(done.hashes) {
-            file.checksum = hashes.checksum;
+            (file.checksum, file.digests) = (hashes.checksum, hashes.digests);
         }
         done.clocks.add(binds);
         Ok((done.clocks, transfers, job.bytes()))

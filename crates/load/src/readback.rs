@@ -1,17 +1,21 @@
 //! Reading back through the device's own MMU, to compare.
 
+use std::hash::Hasher;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
 use dmalane_queue::{Queue, QueueAddr};
+use twox_hash::XxHash3_64;
 
 use crate::again::Reread;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
+use crate::difference::Difference;
 use crate::error::Error;
-use crate::fill::broken;
+use crate::fill::{Digest, broken};
 use crate::input::Input;
+use crate::manifest::Manifest;
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
@@ -82,6 +86,30 @@ impl OpenDevice {
             result?;
         }
         Ok(start.elapsed())
+    }
+
+    /// Reads every tensor back and compares its hash with that in the manifest of the files.
+    pub(crate) fn differences(&mut self, loaded: &Loaded, manifest: &Manifest) -> Result<Vec<Difference>, Error> {
+        let mut differences = Vec::new();
+        for (file, of) in loaded.files.iter().zip(&manifest.files) {
+            // In the same order; the manifest may have more.
+            let mut regions = of.regions.iter();
+            for (index, tensor) in file.model.tensors.iter().enumerate() {
+                let region = regions.find(|region| region.part.tensor() == Some(tensor)).ok_or_else(|| {
+                    let (path, tensor) = (file.path.clone(), tensor.name.clone());
+                    Error::Unlisted { path, tensor }
+                })?;
+                let (mut hash, mut bytes) = (XxHash3_64::with_seed(0), Vec::new());
+                self.read_back(file, index, &mut |_, view| {
+                    bytes.resize(view.len(), 0);
+                    view.read(&mut bytes);
+                    hash.write(&bytes);
+                    Ok(())
+                })?;
+                differences.extend(of.differs(region, &Digest { xxh3: hash.finish(), sha256: None }));
+            }
+        }
+        Ok(differences)
     }
 
     /// Compares the tensors of one file.

@@ -10,7 +10,8 @@ use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
-use dmalane::load::{BadAlign, Block, Loaded, OpenDevice, TensorAlign, model_heap};
+use dmalane::load::kept::{KeeperClient, socket_path};
+use dmalane::load::{BadAlign, Block, Error, Loaded, LoadedFile, OpenDevice, TensorAlign, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement, error_chain};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -66,6 +67,26 @@ impl Device {
                 Err(TryLockError::WouldBlock) => thread::sleep(EVERY),
             }
         }
+    }
+
+    /// A tensor for each of what is on the device.
+    fn tensors(&self, py: Python<'_>, loaded: Loaded) -> PyResult<Vec<DeviceTensor>> {
+        let places: Vec<(usize, usize)> = loaded
+            .files
+            .iter()
+            .enumerate()
+            .flat_map(|(f, file)| (0..file.tensors().len()).map(move |t| (f, t)))
+            .collect();
+        let (dlpack, read_only) = py.detach(|| {
+            let mut device = lock(&self.device)?;
+            Ok::<_, Failure>((device.dlpack(), device.address_space().kind() != AddressSpaceKind::Flat))
+        })?;
+        let read_only = read_only || loaded.files.iter().any(LoadedFile::is_lent);
+        let number = |DlpackDevice { kind, number }| DLDevice { device_type: DLDeviceType(kind), device_id: number };
+        let (cuda, loaded) = (dlpack.map(number), OfProcess::new(Mutex::new(Some(loaded))));
+        let on = Arc::new(OnDevice { device: self.device.clone(), cuda, read_only, loaded });
+        let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index));
+        Ok(tensors.collect::<Result<_, _>>()?)
     }
 }
 
@@ -163,21 +184,16 @@ impl Device {
         let loaded = loaded??;
         let report = report::of_load(py, &loaded.report)?;
         report::add_files(&report, &model)?;
-        let places: Vec<(usize, usize)> = loaded
-            .files
-            .iter()
-            .enumerate()
-            .flat_map(|(f, file)| (0..file.tensors().len()).map(move |t| (f, t)))
-            .collect();
-        let (dlpack, read_only) = py.detach(|| {
-            let mut device = lock(&self.device)?;
-            Ok::<_, Failure>((device.dlpack(), device.address_space().kind() != AddressSpaceKind::Flat))
+        Ok((self.tensors(py, loaded)?, report))
+    }
+
+    /// A tensor for each of a model that a keeper has in memory of this device.
+    fn attach(&self, py: Python<'_>, name: &str, verify: bool) -> PyResult<Vec<DeviceTensor>> {
+        let loaded = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |_| -> Result<_, Failure> {
+            let keeper = KeeperClient::connect(&socket_path()).map_err(Error::from)?;
+            Ok(keeper.attach_onto(name, &mut *lock(&self.device)?, verify)?)
         })?;
-        let number = |DlpackDevice { kind, number }| DLDevice { device_type: DLDeviceType(kind), device_id: number };
-        let (cuda, loaded) = (dlpack.map(number), OfProcess::new(Mutex::new(Some(loaded))));
-        let on = Arc::new(OnDevice { device: self.device.clone(), cuda, read_only, loaded });
-        let tensors = places.into_iter().map(|(file, index)| DeviceTensor::new(&on, file, index));
-        Ok((tensors.collect::<Result<_, _>>()?, report))
+        self.tensors(py, loaded?)
     }
 
     /// Takes device memory; returns its address.
@@ -302,7 +318,8 @@ pub(crate) struct OnDevice {
     device: Shared,
     /// The GPU whose pointers the addresses are; `None` where they are no pointers of CUDA.
     cuda: Option<DLDevice>,
-    /// The device refuses writes through the addresses: loads bind for reading; a flat space binds nothing.
+    /// The device refuses writes through the addresses: loads bind for reading, and kept memory is lent for it; a flat
+    /// space binds nothing.
     pub(crate) read_only: bool,
     loaded: OfProcess<Mutex<Option<Loaded>>>,
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use dmalane::addr::{CardAddr, FileOffset};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job, Watch};
-use dmalane::load::kept::{self, Attached, KeepOptions};
+use dmalane::load::kept::{self, Attached, KeepError, KeepOptions};
 use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
 use dmalane::queue::Queue;
 use dmalane::{HostModel, ModelOptions, OpenFile, Read, ReadFiles, ReadOptions};
@@ -87,17 +87,20 @@ impl Files {
         Ok(Self { model: OfProcess::new(opened?) })
     }
 
-    /// A model that a keeper lends.
+    /// A model that a keeper lends; where one in memory of a device will do, too, `None` for such a one.
     #[staticmethod]
-    fn attached(py: Python<'_>, name: &str, verify: bool) -> PyResult<Self> {
+    fn attached(py: Python<'_>, name: &str, verify: bool, on_device: bool) -> PyResult<Option<Self>> {
         let opened = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |_| -> Result<_, Failure> {
-            let lent = kept::attach(name).map_err(LoadError::from)?;
+            let lent = match kept::attach(name) {
+                Err(KeepError::Elsewhere { .. }) if on_device => return Ok(None),
+                lent => lent.map_err(LoadError::from)?,
+            };
             if verify {
                 lent.check()?;
             }
-            attached(&lent, ModelOptions { refuse_raw: true, ..ModelOptions::default() })
+            attached(&lent, ModelOptions { refuse_raw: true, ..ModelOptions::default() }).map(Some)
         })?;
-        Ok(Self { model: OfProcess::new(opened?) })
+        Ok(opened?.map(|model| Self { model: OfProcess::new(model) }))
     }
 
     /// A file that this path opens, by another name in messages. It stays open.

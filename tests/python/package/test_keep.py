@@ -1,5 +1,6 @@
 """Models in the memory of a keeper."""
 
+import ctypes
 import subprocess
 import sys
 import time
@@ -102,3 +103,30 @@ def test_it_is_read_onto_a_device(keeper):
     assert {name: tensor.tobytes() for name, tensor in loaded.items()} == {
         name: data for name, (_, _, data) in tensors.items()
     }
+
+
+def test_memory_of_a_gpu_is_attached_to_as_it_lies(keeper, driver):
+    path, tensors = model_of(keeper, 1)
+    gpu, program = f"cuda:0,lib={driver.path}", driver.path.with_name("dmalane")
+    subprocess.run([program, "keep", path, "-d", gpu, "-q"], check=True, capture_output=True)
+    path.unlink()
+    with pytest.raises(dmalane.KeptError, match="kept in memory of GPU-a0a0a0a0"):
+        dmalane.attach("m")
+    with pytest.raises(dmalane.KeptError, match="cannot lend|take memory of the device"):
+        dmalane.attach("m", device="ram:4MiB")
+    with pytest.raises(ValueError, match="leave framework out"):
+        dmalane.attach("m", "bytes", device=gpu)
+    lent = dmalane.attach("m", device=gpu, verify=True)
+    assert list(lent) == list(tensors)
+    for name, (_, shape, data) in tensors.items():
+        assert list(lent[name].shape) == shape
+        assert lent[name].tobytes() == data
+        assert driver.read(lent[name].address, min(len(data), 4096)) == data[:4096]
+    assert driver.control("copied") == 0, "nothing is copied onto the GPU"
+    # A program that writes to it gets an error of the driver.
+    page, size = ctypes.c_uint64(driver.page_at), ctypes.c_size_t(4)
+    to = ctypes.c_uint64(lent["a"].address)
+    assert driver.library.cuMemcpyHtoDAsync_v2(to, page, size, driver.stream) == 1
+    with pytest.raises(BufferError, match="legacy"):
+        lent["a"].__dlpack__()
+    assert lent["a"].__dlpack__(max_version=(1, 1)) is not None

@@ -9,8 +9,10 @@ use clap::Args;
 use dmalane::load::fill::Event;
 use dmalane::load::kept::wire::KeptList;
 use dmalane::load::kept::{self, KeepOptions, KeeperClient, socket_path};
+use dmalane::{DeviceSpec, OpenOptions};
 use serde_json::json;
 
+use crate::device;
 use crate::failure::Failure;
 use crate::layout::{Table, count, plain};
 use crate::model::{self, ReadMode};
@@ -22,11 +24,13 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane keep models/llama                `dmalaned keep` is the process that holds it
   dmalane keep model.safetensors --name q4 --manifest model.manifest
+  dmalane keep models/llama -d cuda:0      in the GPU's memory: Python and Rust attach to it there
   dmalane load kept:llama -d soft          from memory: wherever a model is named
   dmalane kept
   dmalane drop llama
 
-A model is read once, hashed, and sealed: nobody can change it. Programs attach to it in milliseconds, without a copy. \
+A model is read once, hashed, and sealed: nobody can change it; memory of a GPU cannot be sealed, and is lent to your \
+own programs alone. Programs attach to it in milliseconds, without a copy. \
 DMALANE_KEEP names the keeper's socket.
 
 Exit status: 0 kept, 1 it is not kept, 2 usage error.";
@@ -42,6 +46,10 @@ pub(crate) struct Keep {
     /// Its name [default: that of its folder or file]
     #[arg(long, value_name = "NAME", value_parser = |text: &str| kept::check_name(text).map(|()| text.to_owned()))]
     name: Option<String>,
+
+    #[arg(short, long, value_parser = device::NAME, hide_possible_values = true)]
+    #[arg(help = "Keep it in memory of this device, which can lend it: cuda:NUMBER")]
+    device: Option<DeviceSpec>,
 
     /// Lend it to other users, too, once the keeper has compared it with its manifest
     #[arg(long)]
@@ -83,7 +91,13 @@ impl Keep {
             }
             ControlFlow::Continue(())
         };
-        let kept = kept::keep(&self.files, &options, watch);
+        let kept = match &self.device {
+            None => kept::keep(&self.files, &options, watch),
+            Some(spec) => {
+                let mut device = device::open(spec, &OpenOptions::default())?;
+                kept::keep_on(&mut device, &self.files, &options, watch)
+            }
+        };
         let model = kept.map_err(|e| match model::differs("nothing is kept", &e) {
             Some(failure) => failure,
             None => Failure::because("nothing is kept", &e),
@@ -93,7 +107,7 @@ impl Keep {
         let object = || {
             json!({
                 "schema": 1, "command": "keep", "name": model.name, "id": model.id, "bytes": bytes,
-                "files": model.files.len(), "wall_s": wall.as_secs_f64(),
+                "files": model.files.len(), "device": model.device, "wall_s": wall.as_secs_f64(),
             })
         };
         let files = count(model.files.len(), "file");
@@ -142,10 +156,15 @@ impl Kept {
             })
         };
         output::tell(self.json, object, || {
-            let mut table = Table::new("<>>><<", ["name", "size", "files", "attaches", "in use", "hash"]);
+            let mut table = Table::new("<<>>><<", ["name", "in", "size", "files", "attaches", "in use", "hash"]);
             for model in models {
                 table.row([
                     plain(&model.name),
+                    // The first digits of a GPU's UUID: as many as `cuda:` takes for a name.
+                    model
+                        .device
+                        .as_ref()
+                        .map_or_else(|| "host".to_owned(), |on| plain(&on.chars().take(12).collect::<String>())),
                     binary(model.bytes),
                     model.files.to_string(),
                     model.attaches.to_string(),

@@ -19,6 +19,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("systemctl", "needs systemd"),
     ("dmalaned status", "needs a daemon; tests/it/dmalaned.rs"),
     ("dmalaned", "serves until it is stopped; tests/it/dmalaned.rs"),
+    ("-d cuda:", "needs a GPU; tests/it/keep.rs"),
     ("/dev/xdma", "needs a character device of a DMA engine"),
     ("/dev/shm/memory", "needs a file outside of the test's folder; tests/it/validate.rs"),
     ("/mnt/models", "needs a folder of that name; tests/it/cli.rs"),

@@ -1,13 +1,18 @@
 //! Models that stay in memory, as users of the programs meet them, and while everybody is killed.
 
 use std::io::{BufRead, BufReader};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use dmalane::load::kept::{Attached, KeeperClient};
-use dmalane::{HostModel, ModelOptions, OpenFile};
+use dmalane::addr::CardAddr;
+use dmalane::dma::VolatileSlice;
+use dmalane::load::LoadedFile;
+use dmalane::load::kept::{self, Attached, KeepOptions, KeeperClient};
+use dmalane::{HostModel, ModelOptions, OpenDevice, OpenFile, error_chain};
+use dmalane_fake_cuda::Fake;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -126,6 +131,130 @@ fn a_model_is_kept_and_used_wherever_one_is_named() {
         assert!(start.elapsed() < LONG, "the holder ends with a keeper that ends in good order");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// The bytes of a tensor on a device.
+fn read_back(device: &mut OpenDevice, file: &LoadedFile, index: usize) -> Vec<u8> {
+    let mut bytes = vec![0; file.tensor(index).tensor.len as usize];
+    let mut sink = |at: u64, view: VolatileSlice<'_>| {
+        view.read(&mut bytes[at as usize..][..view.len()]);
+        Ok(())
+    };
+    device.read_back(file, index, &mut sink).unwrap();
+    bytes
+}
+
+#[test]
+fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
+    let (fake, mut keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+    sample(keeping.at("m.safetensors"), 3 << 20, 1);
+    let library = fake.path().to_owned();
+    let open = |gpu: u32| dmalane::open(&format!("cuda:{gpu},lib={library}")).unwrap();
+    let on_gpu = ["keep", "m.safetensors", "-d", "cuda:0", "--json"];
+    let output = keeping.command(&on_gpu).env("DMALANE_CUDA_LIB", &library).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let kept: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let uuid = "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0";
+    assert_eq!(kept["device"], uuid);
+    // The process that has kept it has ended; now the keeper does, too.
+    keeping.end(Signal::KILL);
+    keeping.start(&["--memory", "1MiB"]);
+    let row = |keeping: &Keeping| keeping.json(&["kept", "--json"])["models"][0].clone();
+    let listed = row(&keeping);
+    assert_eq!((&listed["device"], &listed["attached"], &listed["id"]), (&uuid.into(), &false.into(), &kept["id"]));
+    assert!(listed["bytes"].as_u64() >= Some(2 << 20), "{listed}");
+    let table = String::from_utf8(keeping.run(&["kept"]).stdout).unwrap();
+    assert!(table.contains("GPU-a0a0a0a0 "), "{table}");
+    let says = keeping.fails(&["load", "kept:m", "-d", "ram:8MiB"]);
+    assert!(says.contains("\"m\" is kept in memory of GPU-a0a0a0a0-"), "{says}");
+    let keeper = KeeperClient::connect(&keeping.socket()).unwrap();
+    fake.set("gpus", 2);
+    let mut other = open(1);
+    let refused = error_chain(&keeper.attach_onto("m", &mut other, false).unwrap_err());
+    assert!(refused.contains("GPU-a0a0a0a0-") && refused.contains("and this device is GPU-a1a1a1a1-"), "{refused}");
+    drop(other);
+    let mut ram = dmalane::open("ram:8MiB").unwrap();
+    let refused = error_chain(&keeper.attach_onto("m", &mut ram, false).unwrap_err());
+    assert!(refused.contains("cannot lend its memory to other processes"), "{refused}");
+    let mut device = open(0);
+    let loaded = keeper.attach_onto("m", &mut device, true).unwrap();
+    let host = HostModel::open([keeping.at("m.safetensors")], ModelOptions::default()).unwrap();
+    let file = &loaded.files[0];
+    assert!(file.is_lent() && file.tensors().len() == host.tensors().count());
+    let is_right = |device: &mut OpenDevice| {
+        host.tensors().enumerate().all(|(index, tensor)| {
+            let read = host.read(&tensor.name, &mut |_| ControlFlow::Continue(())).unwrap();
+            assert_eq!(file.tensor(index).tensor.name, tensor.name);
+            read_back(device, file, index) == read.to_vec()
+        })
+    };
+    assert!(is_right(&mut device));
+    let at = CardAddr::new(file.tensor(0).va.unwrap().first().bits());
+    assert!(device.write(at, b"x").is_err(), "it is lent for reading");
+    let calls = ["cuMemCreate", "cuMemcpyDtoDAsync_v2"].map(|call| fake.calls(call));
+    assert_eq!((fake.copied(), calls), (0, [0, 0]), "nothing is copied onto the GPU, and nothing allocated");
+    // Another keeper knows who is attached, too. A drop takes nothing away from them.
+    keeping.end(Signal::KILL);
+    keeping.start(&["--memory", "1MiB"]);
+    assert_eq!(row(&keeping)["attached"], true);
+    assert!(keeping.run(&["drop", "m"]).status.success());
+    assert_eq!(row(&keeping), Value::Null);
+    assert!(is_right(&mut device));
+    device.unload(loaded).unwrap();
+    // Bytes that do not arrive on the GPU are not kept.
+    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let keep = |device: &mut OpenDevice, options: &KeepOptions| {
+        kept::keep_on(device, [keeping.at("m.safetensors")], options, |_| ControlFlow::Continue(()))
+    };
+    fake.lose(1);
+    let refused = error_chain(&keep(&mut device, &options).unwrap_err());
+    assert!(refused.contains("the bytes that the device gave back: "), "{refused}");
+    assert_eq!(row(&keeping), Value::Null);
+    let shared = KeepOptions { shared: true, ..options.clone() };
+    let refused = error_chain(&keep(&mut device, &shared).unwrap_err());
+    assert!(refused.contains("memory of a device cannot be sealed"), "{refused}");
+    let model = keep(&mut device, &options).unwrap();
+    let loaded = KeeperClient::connect(&keeping.socket()).unwrap().attach_onto(&model.id, &mut device, false).unwrap();
+    assert_eq!(row(&keeping)["attached"], true);
+    device.unload(loaded).unwrap();
+    assert_eq!(row(&keeping)["attached"], false);
+    drop(device);
+    fake.assert_clean("kept on the GPU");
+}
+
+#[test]
+fn what_an_index_leaves_out_is_not_attached_to_on_a_gpu() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+    let folder = keeping.at("model");
+    std::fs::create_dir(&folder).unwrap();
+    for letter in ['a', 'b'] {
+        crate::shard(folder.join(format!("{letter}.safetensors")), 1 << 20, letter);
+    }
+    crate::index(&folder, &["a.safetensors", "b.safetensors"]);
+    let path = folder.join("model.safetensors.index.json");
+    let mut index: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let map = index["weight_map"].as_object_mut().unwrap();
+    let left_out: Vec<String> = map.keys().step_by(2).cloned().collect();
+    left_out.iter().for_each(|name| drop(map.remove(name)));
+    std::fs::write(&path, index.to_string()).unwrap();
+    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let mut device = dmalane::open(&format!("cuda:0,lib={}", fake.path())).unwrap();
+    let watch = |_| ControlFlow::Continue(());
+    kept::keep_on(&mut device, [&folder], &options, watch).unwrap();
+    let loaded = KeeperClient::connect(&keeping.socket()).unwrap().attach_onto("model", &mut device, true).unwrap();
+    let host = HostModel::open([&folder], ModelOptions::default()).unwrap();
+    let there: Vec<_> = loaded.files.iter().flat_map(|file| file.tensors()).map(|t| t.tensor.name.clone()).collect();
+    assert_eq!(there, host.tensors().map(|tensor| tensor.name.clone()).collect::<Vec<_>>());
+    assert!(!left_out.is_empty() && left_out.iter().all(|name| !there.contains(name)));
+    for file in &loaded.files {
+        for (index, tensor) in file.tensors().enumerate() {
+            let read = host.read(&tensor.tensor.name, &mut |_| ControlFlow::Continue(())).unwrap();
+            assert_eq!(read_back(&mut device, file, index), read.to_vec(), "{}", tensor.tensor.name);
+        }
+    }
+    device.unload(loaded).unwrap();
+    drop(device);
+    fake.assert_clean("an index");
 }
 
 #[test]

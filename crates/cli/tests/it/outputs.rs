@@ -205,6 +205,9 @@ const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
 const NEVER_DEVICE_MEMORY: &[(&str, &str, &str)] = &[
     ("card serve", "vfio_user", "its device is the software card"),
     ("bar-map", "", "its devices are those of VFIO"),
+    ("keep", "files", "it takes devices that lend their memory: GPUs"),
+    ("keep", "manifest", "as its files"),
+    ("keep", "name", "it names no file"),
     ("vm bench", "", "it binds memory of a device, and writes none"),
 ];
 

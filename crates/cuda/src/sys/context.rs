@@ -1,7 +1,7 @@
 //! The context of a GPU: memory is allocated and mapped through it.
 
 use std::ffi::c_int;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -11,6 +11,9 @@ use dmalane_queue::DeviceAddr;
 use super::ranges::{Mapped, check, page_at};
 use super::{AccessDesc, AllocationProp, Attribute, Driver, Location, ON_DEVICE, RawHandle};
 use crate::Error;
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+const DESCRIPTOR: c_int = 1;
 
 /// The primary context of a GPU, which all users of the GPU in this process share.
 pub(crate) struct Context {
@@ -85,10 +88,10 @@ impl Context {
         Ok((free as u64, total as u64))
     }
 
-    pub(super) fn property(&self) -> AllocationProp {
+    pub(super) fn property(&self, lendable: bool) -> AllocationProp {
         AllocationProp {
             kind: 1,
-            handle_types: 0,
+            handle_types: if lendable { DESCRIPTOR } else { 0 },
             location: Location { kind: ON_DEVICE, id: self.device },
             win32: ptr::null_mut(),
             compression: 0,
@@ -102,7 +105,7 @@ impl Context {
     /// Bytes that allocations and mappings are multiples of.
     pub(crate) fn granularity(&self) -> Result<u64, Error> {
         let (driver, _current) = (self.driver, self.current()?);
-        let (mut bytes, property) = (0usize, self.property());
+        let (mut bytes, property) = (0usize, self.property(false));
         // 0: the smallest.
         call!(driver.granularity(&raw mut bytes, &raw const property, 0))?;
         Ok(bytes as u64)
@@ -138,6 +141,33 @@ impl Context {
         may_call!(driver.range_handle((&raw mut fd).cast(), at, len as usize, 1, 0))?;
         // SAFETY: the driver has stored a new descriptor, which is nobody else's.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// A descriptor of memory that was allocated as one page, lendable.
+    pub(crate) fn lend(&self, at: u64, len: u64) -> Result<OwnedFd, Error> {
+        // Until the driver has made it, nobody frees the memory.
+        let mapped = self.mapped();
+        let (handle, driver, _current) = (page_at(&mapped, at, len)?, self.driver, self.current()?);
+        let mut fd: c_int = -1;
+        call!(driver.export((&raw mut fd).cast(), handle, DESCRIPTOR, 0))?;
+        // SAFETY: as in `dma_buf`.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// A handle, to be released, of memory of this GPU that another process has lent; the context is current.
+    pub(super) fn take(&self, fd: BorrowedFd<'_>) -> Result<u64, Error> {
+        let (driver, mut handle, mut property) = (self.driver, 0, self.property(false));
+        // The driver takes the number of a descriptor where it takes pointers elsewhere.
+        let number = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
+        call!(driver.import(&raw mut handle, number, DESCRIPTOR))?;
+        let known = call!(driver.property_of(&raw mut property, handle)).and_then(|()| match property.location {
+            Location { kind: ON_DEVICE, id } if id == self.device => Ok(()),
+            Location { id, .. } => Err(Error::OtherGpu(id)),
+        });
+        if known.is_err() {
+            let _ = call!(driver.release_memory(handle));
+        }
+        known.map(|()| handle)
     }
 }
 

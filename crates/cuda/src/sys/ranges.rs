@@ -15,7 +15,7 @@ pub(super) struct Range {
     pub(super) len: u64,
     /// The memory that was allocated here; `None` where memory is bound that was allocated elsewhere, or is lent.
     pub(super) handle: Option<u64>,
-    /// Memory that another library has allocated here.
+    /// Memory that another library or another process has allocated.
     pub(super) lent: bool,
     pub(super) writable: bool,
     /// It was to be unmapped, and streams did not say that they had ended: nothing may use it any more.

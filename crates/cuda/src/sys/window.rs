@@ -1,5 +1,6 @@
 //! Ranges of device addresses that are reserved.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use super::context::Context;
@@ -39,11 +40,11 @@ impl Window {
 
     /// Allocates memory in pages of `page` bytes and maps them in the window. Both lengths are multiples of the
     /// granularity, and `len` of `page`.
-    pub(crate) fn map_new(&self, at: u64, len: u64, page: u64) -> Result<(), Error> {
+    pub(crate) fn map_new(&self, at: u64, len: u64, page: u64, lendable: bool) -> Result<(), Error> {
         self.holds(at, len)?;
         let (context, driver) = (&self.context, self.context.driver);
         let (mut mapped, _current) = (context.mapped_mut(), context.current()?);
-        let (mut handles, property) = (Vec::new(), context.property());
+        let (mut handles, property) = (Vec::new(), context.property(lendable));
         let made = (0..len / page).try_for_each(|_| {
             let mut handle = 0;
             call!(driver.create(&raw mut handle, page as usize, &raw const property, 0))?;
@@ -59,6 +60,20 @@ impl Window {
             |(at, handle)| (at, Range { len: page, handle: Some(handle), lent: false, writable: true, closed: false });
         mapped.extend((at..).step_by(page as usize).zip(handles).map(own));
         Ok(())
+    }
+
+    /// Maps memory of another process, `len` bytes, in a window of its own, for reading.
+    pub(crate) fn of_lent(context: &Arc<Context>, fd: BorrowedFd<'_>, len: u64) -> Result<Self, Error> {
+        let window = Self::reserve(context, len)?;
+        let (driver, mut mapped, _current) = (context.driver, context.mapped_mut(), context.current()?);
+        let handle = context.take(fd)?;
+        let done = window.map(&mapped, window.at, len, &[handle], false);
+        // The mapping holds the memory. Without the handle nothing else is ever bound to it, for writing.
+        let _ = call!(driver.release_memory(handle));
+        done?;
+        mapped.insert(window.at, Range { len, handle: None, lent: true, writable: false, closed: false });
+        drop(mapped);
+        Ok(window)
     }
 
     /// Maps memory that was allocated in pages of `page` bytes, those at the addresses `memory`, one behind the other

@@ -9,6 +9,7 @@ use dmalane_fake_cuda::Fake;
 use dmalane_queue::conformance::{self, Fixture};
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, OpError, Operation, QueueAddr, drain};
 use dmalane_vm::{BindRequest, Bo};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +25,7 @@ fn the_fake_gpu_takes_the_suite_of_devices() {
     for binds in [Binds::Flat, Binds::CuMemMap] {
         conforms(&named(&fake, binds));
         fake.assert_clean(&format!("{binds:?}"));
+        assert!(fake.calls("cuMemImportFromShareableHandle") > 0, "memory was lent, in a flat space");
     }
     fake.set("host-register", 0);
     conforms(&named(&fake, Binds::Flat));
@@ -257,6 +259,58 @@ fn memory_of_another_library_is_used_while_it_is_lent() {
     drop(ours.device.borrow(span).unwrap());
     drop((ours, other, far));
     fake.assert_clean("lent");
+}
+
+/// Memory of a GPU with these bytes at its beginning, of which nothing but a descriptor is left.
+fn lent_memory(fake: &Fake, bytes: &[u8]) -> OwnedFd {
+    let mut gpu = Gpu::open(&named(fake, Binds::Flat)).unwrap();
+    let lending = gpu.device.lending().unwrap();
+    lending.allow(true);
+    let (_, span) = gpu.allocate(4 << 20).unwrap();
+    gpu.write(0, DeviceAddr::Card(span.first()), bytes).unwrap();
+    lending.lend(span).unwrap()
+}
+
+/// Set for the process that [`another_process_reads_what_was_lent`] starts.
+const CHILD: &str = "DMALANE_TEST_LENT_ON_STDIN";
+
+#[test]
+fn another_process_reads_what_was_lent() {
+    let fake = Fake::turn();
+    if std::env::var_os(CHILD).is_some() {
+        let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
+        let lent = gpu.device.lending().unwrap().take(std::io::stdin().as_fd(), 4 << 20).unwrap();
+        let at = DeviceAddr::Card(lent.at.first());
+        assert_eq!(gpu.read(0, at, 4).unwrap(), b"lent");
+        assert!(gpu.write(0, at, b"x").is_err(), "for reading");
+        drop((lent, gpu));
+        assert_eq!(fake.copied(), 0, "nothing is copied onto the GPU");
+        return fake.assert_clean("lent by another process");
+    }
+    let fd = lent_memory(&fake, b"lent");
+    fake.assert_clean("only a descriptor is left");
+    let exe = std::env::current_exe().unwrap();
+    let mut command = std::process::Command::new(exe);
+    command.args(["--exact", "conforms::another_process_reads_what_was_lent", "--nocapture"]).env(CHILD, "1");
+    let output = command.stdin(fd).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn memory_of_another_gpu_is_not_taken() {
+    let fake = Fake::turn();
+    fake.set("gpus", 2);
+    let fd = lent_memory(&fake, b"of GPU 0");
+    let other = Name { gpu: "1".to_owned(), ..named(&fake, Binds::Flat) }.open().unwrap();
+    let refused = other.lending().unwrap().take(fd.as_fd(), 4 << 20).unwrap_err();
+    assert_eq!(refused.to_string(), "the memory is that of GPU 0");
+    drop(other);
+    fake.assert_clean("another GPU");
+    let bound = named(&fake, Binds::CuMemMap).open().unwrap();
+    assert!(bound.lending().err().unwrap().to_string().contains("(vmm)"));
+    drop(bound);
+    fake.assert_clean("in pages");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Every call of the driver fails once: the error is clear, nothing is leaked, and no memory is freed that is in use.
 
+use std::os::fd::AsFd;
 use std::sync::{Arc, LazyLock};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
@@ -113,6 +114,18 @@ fn everything(name: &Name) -> Result<(), String> {
         bound(&mut gpu, &table)?;
     }
     drop(name.open().map_err(|e| text(&e))?.borrow(span).map_err(|e| text(&*e))?);
+    // Where an attribute is missing, nothing is lent.
+    if let Ok(lending) = gpu.device.lending() {
+        lending.allow(true);
+        let (table, span) = gpu.allocate(2 << 20)?;
+        gpu.write(0, DeviceAddr::Card(span.first()), &bytes[..5000])?;
+        let fd = lending.lend(span).map_err(|e| text(&*e))?;
+        let lent = lending.take(fd.as_fd(), span.len()).map_err(|e| text(&*e))?;
+        gpu.memory.free(table.segments()).map_err(|e| text(&e))?;
+        if gpu.read(0, DeviceAddr::Card(lent.at.first()), 5000)? != bytes[..5000] {
+            return Err("other bytes were lent".to_owned());
+        }
+    }
     let exported = gpu.device.gpu().dma_buf;
     drop(exported.then(|| gpu.device.export_dma_buf(span).map_err(|e| text(&e))).transpose()?);
     gpu.memory.free(table.segments()).map_err(|e| text(&e))

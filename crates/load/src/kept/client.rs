@@ -19,7 +19,7 @@ use crate::manifest::Manifest;
 use crate::set::SetFile;
 
 /// The letters before the name of a kept model where a path is expected.
-const PREFIX: &str = "kept:";
+pub(super) const PREFIX: &str = "kept:";
 /// The variable that names the keeper's socket.
 const VARIABLE: &str = "DMALANE_KEEP";
 /// How long an answer may take.
@@ -58,6 +58,9 @@ impl Attached {
         let bad = |why: String| KeepError::Bad { what: "a kept model".to_owned(), why };
         let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description".to_owned()))?;
         let model = KeptModel::read(&first)?;
+        if let Some(device) = model.device {
+            return Err(KeepError::Elsewhere { name: model.name, device, here: None });
+        }
         if fds.len() != model.files.len() {
             return Err(bad(format!("it has {} files, and {} have come", model.files.len(), fds.len())));
         }
@@ -86,14 +89,19 @@ impl Attached {
     /// # Errors
     /// [`KeepError::Bad`] where it is not the one that its hash is of.
     pub fn manifest(&self) -> Result<Manifest, KeepError> {
-        let bad = |why: String| KeepError::Bad { what: format!("the manifest of {:?}", self.model.name), why };
-        let text = super::read_text(&self.manifest, crate::manifest::MAX_MANIFEST)?;
-        let manifest = Manifest::parse(&text).map_err(|e| bad(e.to_string()))?;
-        if manifest.id() != self.model.id {
-            return Err(bad(format!("its hash is {}, and not {}", manifest.id(), self.model.id)));
-        }
-        Ok(manifest)
+        manifest_of(&self.model, &self.manifest)
     }
+}
+
+/// The manifest of a model, if it is the one that its hash is of.
+pub(super) fn manifest_of(model: &KeptModel, manifest: &OwnedFd) -> Result<Manifest, KeepError> {
+    let bad = |why: String| KeepError::Bad { what: format!("the manifest of {:?}", model.name), why };
+    let text = super::read_text(manifest, crate::manifest::MAX_MANIFEST)?;
+    let manifest = Manifest::parse(&text).map_err(|e| bad(e.to_string()))?;
+    if manifest.id() != model.id {
+        return Err(bad(format!("its hash is {}, and not {}", manifest.id(), model.id)));
+    }
+    Ok(manifest)
 }
 
 /// Attaches to a model of the user's keeper. Nothing is read, copied or compared.
@@ -164,6 +172,11 @@ impl KeeperClient {
     /// # Errors
     /// [`KeepError`].
     pub fn attach(&self, name: &str) -> Result<Attached, KeepError> {
+        Attached::new(self.lent(name)?)
+    }
+
+    /// The descriptors of a model: its description, its manifest, and its memory.
+    pub(super) fn lent(&self, name: &str) -> Result<Vec<OwnedFd>, KeepError> {
         let bad = |why: String| KeepError::Bad { what: format!("{PREFIX}{name}"), why };
         let name = name.strip_prefix(PREFIX).unwrap_or(name);
         let (begun, mut all, mut of_model) = (Instant::now(), Vec::new(), None);
@@ -188,7 +201,7 @@ impl KeeperClient {
                 Err(error) => return Err(error),
             }
         }
-        Attached::new(all)
+        Ok(all)
     }
 
     /// Asks for room, which is this connection's.
@@ -199,7 +212,8 @@ impl KeeperClient {
         self.ask(&KeeperAsk::Room { bytes }, &[]).map(drop)
     }
 
-    /// Has a model kept: its description, its manifest, and its files, all in sealed memfds.
+    /// Has a model kept: its description, its manifest, and its files, all in sealed memfds, or its files in memory of
+    /// a device.
     ///
     /// # Errors
     /// [`KeepError`].

@@ -14,6 +14,9 @@ use super::error::KeepError;
 pub(super) const SCHEMA: u64 = 1;
 /// The longest description that is read: it may list each tensor of an index.
 const MAX_DESCRIPTION: u64 = 64 << 20;
+/// Why memory of a device is not lent to other users.
+pub(super) const NOT_SHARED: &str =
+    "memory of a device cannot be sealed: whoever attaches could write to it, so no other user may";
 /// The longest name of a file, in bytes.
 const MAX_FILE_NAME: usize = 255;
 /// The longest name, in bytes.
@@ -30,7 +33,10 @@ pub struct KeptModel {
     pub id: String,
     /// Whether it is lent to other users.
     pub shared: bool,
-    /// Its files, each in a memfd of its own.
+    /// The device in whose memory it is; `None` for host memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Its files, each in a memfd or in memory of a device of its own.
     pub files: Vec<KeptEntry>,
 }
 
@@ -46,6 +52,18 @@ pub struct KeptEntry {
     pub listed: Option<Vec<String>>,
     /// The file that it was read from.
     pub from: Stamp,
+    /// Where its tensors are, of a file in memory of a device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placed: Option<KeptPlaces>,
+}
+
+/// The memory of a file on a device.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct KeptPlaces {
+    /// Bytes of the memory; 0 where there is none, because no tensor has any bytes.
+    pub bytes: u64,
+    /// Where each tensor begins in it, in the order of the manifest.
+    pub offsets: Vec<u64>,
 }
 
 /// A file as the kernel told it apart from all others, and from what it was before.
@@ -86,6 +104,16 @@ impl KeptModel {
         self.files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes))
     }
 
+    /// The bytes of its files in memory of a device.
+    pub fn device_bytes(&self) -> u64 {
+        self.files.iter().filter_map(|file| file.placed.as_ref()).fold(0, |sum, of| sum.saturating_add(of.bytes))
+    }
+
+    /// Its descriptors: this description, its manifest, and one for each file that has memory.
+    pub fn descriptors(&self) -> usize {
+        2 + self.files.iter().filter(|file| file.placed.as_ref().is_none_or(|places| places.bytes > 0)).count()
+    }
+
     /// Reads the description of a kept model.
     ///
     /// # Errors
@@ -108,6 +136,12 @@ impl KeptModel {
         }
         if model.files.is_empty() {
             return Err(bad("it has no files".to_owned()));
+        }
+        if model.files.iter().any(|file| file.placed.is_some() != model.device.is_some()) {
+            return Err(bad("its files are not all in the same kind of memory".to_owned()));
+        }
+        if model.device.is_some() && model.shared {
+            return Err(bad(NOT_SHARED.to_owned()));
         }
         Ok(model)
     }

@@ -38,6 +38,27 @@ pub enum KeepError {
         /// The defect.
         why: String,
     },
+    /// A model is in other memory.
+    #[error("{name:?} is kept in memory of {device}, {}", match here {
+        Some(here) => format!("and this device is {here}"),
+        None => "where it is attached to: dmalane.attach(..., device=...), KeeperClient::attach_onto".to_owned(),
+    })]
+    Elsewhere {
+        /// The name of the model.
+        name: String,
+        /// The device in whose memory it is, or the host.
+        device: String,
+        /// The device that was to read it, if one was.
+        here: Option<String>,
+    },
+    /// Memory of a device cannot be lent or taken.
+    #[error("cannot {what}")]
+    Device {
+        /// The attempt ("lend its memory").
+        what: &'static str,
+        /// The answer of the device.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A model cannot be kept.
     #[error("cannot {what}")]
     System {

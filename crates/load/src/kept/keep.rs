@@ -4,18 +4,23 @@ use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use dmalane_addr::Span;
+use dmalane_device::Placement;
 use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
 use rustix::fs::FlockOperation;
 
 use super::client::{Attached, KeeperClient, socket_path};
-use super::describe::{KeptEntry, KeptModel, SCHEMA, Stamp, check_name, sealed_text};
+use super::describe::{KeptEntry, KeptModel, KeptPlaces, NOT_SHARED, SCHEMA, Stamp, check_name, sealed_text};
 use super::error::KeepError;
 use super::wire::KeepRefusal;
+use crate::device::{Loaded, OpenDevice};
 use crate::difference::Difference;
 use crate::error::Error;
-use crate::fill::{Digest, Event, FillError, FilledBuf};
+use crate::fill::{Digest, Event, FillError, FilledBuf, HashRegions};
+use crate::input::open_inputs;
 use crate::manifest::{Expected, Manifest, ManifestRegion, hash_regions, refuse};
 use crate::model::{HostModel, ModelOptions};
 use crate::open_file::OpenFile;
@@ -90,10 +95,36 @@ pub fn keep<P: AsRef<Path>>(
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
+    keep_in(None, paths, options, watch)
+}
+
+/// As [`keep`], into memory of a device, for [`KeeperClient::attach_onto`]. It is compared with the
+/// hashes of the files once it is there.
+///
+/// # Errors
+/// [`Error`]; [`Error::Kept`] where the device cannot lend its memory, and for models that are to be shared.
+pub fn keep_on<P: AsRef<Path>>(
+    device: &mut OpenDevice,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<KeptModel, Error> {
+    keep_in(Some(device), paths, options, watch)
+}
+
+fn keep_in<P: AsRef<Path>>(
+    device: Option<&mut OpenDevice>,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<KeptModel, Error> {
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
     let (name, files) = (options.name_for(&paths)?, open(&paths)?);
+    if options.shared && device.is_some() {
+        return Err(KeepError::Bad { what: "--shared".to_owned(), why: NOT_SHARED.to_owned() }.into());
+    }
     check_model(&files)?;
-    keep_files(&options.keeper()?, name, &files, options, watch)
+    keep_files(&options.keeper()?, name, &files, options, device, watch)
 }
 
 /// Attaches to a model that was kept from these files, which have not changed since, or else keeps it first.
@@ -134,7 +165,7 @@ pub fn attach_or_keep<P: AsRef<Path>>(
     }
     check_model(&files)?;
     for _ in 0..TRIES {
-        let model = keep_files(&keeper, name.clone(), &files, options, &mut watch)?;
+        let model = keep_files(&keeper, name.clone(), &files, options, None, &mut watch)?;
         // Another model may have its name by now; one of the same hash may leave out other tensors.
         for called in [&name, &model.id] {
             if let Some(lent) = attach(called)? {
@@ -185,6 +216,7 @@ fn keep_files(
     name: String,
     files: &[OpenFile],
     options: &KeepOptions,
+    device: Option<&mut OpenDevice>,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<KeptModel, Error> {
     let mut manifest = Manifest::unhashed(files)?;
@@ -193,38 +225,38 @@ fn keep_files(
     // In pages, with the texts beside them.
     let names = files.iter().filter_map(|file| file.listed.as_ref()).flat_map(|names| names.iter());
     let texts = manifest.to_json().len() + names.map(|name| name.len() + 8).sum::<usize>() + files.len() * 1024;
-    let bytes = lens.iter().fold((texts as u64).saturating_add(TEXTS), |sum, len| {
+    // Memory of a device is not the keeper's.
+    let in_memory = if device.is_none() { &lens[..] } else { &[] };
+    let bytes = in_memory.iter().fold((texts as u64).saturating_add(TEXTS), |sum, len| {
         sum.saturating_add(len.checked_next_multiple_of(4096).unwrap_or(u64::MAX))
     });
     keeper.room(bytes)?;
-    let mut read = ReadOptions { mode: options.mode, ..ReadOptions::default() };
     let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
     regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
-    read.fill.hash_regions = Some(Arc::new(regions));
     let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
-    let sources = files.iter().map(OpenFile::again).collect();
-    let read = Read::sources(sources).options(read).watch(watch).into_memory(&MemfdHeap::importable(None))?;
+    let Memory { device, fds: memory, places } = match device {
+        None => into_memory(files, options.mode, regions, &mut manifest, watch)?,
+        Some(device) => onto_device(device, files, options.mode, regions, &mut manifest, watch)?,
+    };
     for (file, before) in files.iter().zip(&before) {
         let now = stamp(file)?;
         if now != *before {
             return Err(Error::Changed { path: file.path.clone(), before: before.len, now: now.len });
         }
     }
-    manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
     let differences = differences(&expected, &manifest);
     drop(expected);
     refuse(differences)?;
     let system = |what| move |source| KeepError::System { what, source };
-    let sealed = read.filled.buffers.into_iter().map(|buffer| buffer.into_shared().seal());
-    let memory = sealed.collect::<Result<Vec<_>, _>>().map_err(system("seal its memory"))?;
-    let entry = |((file, from), bytes): ((&OpenFile, Stamp), &u64)| KeptEntry {
+    let entry = |(((file, from), bytes), placed): (((&OpenFile, Stamp), &u64), _)| KeptEntry {
         name: crate::blob::name(&file.path),
         bytes: *bytes,
         listed: file.listed.as_ref().map(|names| names.iter().cloned().collect()),
         from,
+        placed,
     };
-    let files = files.iter().zip(before).zip(&lens).map(entry).collect();
-    let model = KeptModel { schema: SCHEMA, name, id: manifest.id(), shared: options.shared, files };
+    let files = files.iter().zip(before).zip(&lens).zip(places).map(entry).collect();
+    let model = KeptModel { schema: SCHEMA, name, id: manifest.id(), shared: options.shared, device, files };
     let text = serde_json::to_vec(&model).map_err(|e| system("describe it")(e.into()))?;
     let mut fds = Vec::new();
     for text in [&text[..], manifest.to_json().as_bytes()] {
@@ -233,6 +265,91 @@ fn keep_files(
     fds.extend(memory);
     keeper.keep(&fds)?;
     Ok(model)
+}
+
+/// Memory of files: of which device, its descriptors, and where the tensors of each file are in it.
+struct Memory {
+    device: Option<String>,
+    fds: Vec<OwnedFd>,
+    places: Vec<Option<KeptPlaces>>,
+}
+
+/// Reads files into sealed memory of the host, with the hashes of their regions.
+fn into_memory(
+    files: &[OpenFile],
+    mode: Mode,
+    regions: HashRegions,
+    manifest: &mut Manifest,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Memory, Error> {
+    let mut options = ReadOptions { mode, ..ReadOptions::default() };
+    options.fill.hash_regions = Some(Arc::new(regions));
+    let sources = files.iter().map(OpenFile::again).collect();
+    let read = Read::sources(sources).options(options).watch(watch).into_memory(&MemfdHeap::importable(None))?;
+    manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
+    let sealed = read.filled.buffers.into_iter().map(|buffer| buffer.into_shared().seal());
+    let fds =
+        sealed.collect::<Result<_, _>>().map_err(|source| KeepError::System { what: "seal its memory", source })?;
+    Ok(Memory { device: None, fds, places: vec![None; files.len()] })
+}
+
+/// Loads files into memory of a device that is lent, with the hashes of their regions, and compares what is there with
+/// them.
+fn onto_device(
+    device: &mut OpenDevice,
+    files: &[OpenFile],
+    mode: Mode,
+    regions: HashRegions,
+    manifest: &mut Manifest,
+    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Memory, Error> {
+    let lending = device.lending().map_err(cannot_lend)?;
+    let mut inputs = open_inputs(files.iter().map(OpenFile::again).collect(), FileOptions::for_mode(mode))?;
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut progress = |len| {
+        if watch(Event::Arrived { buffer: 0, offset: 0, len }).is_break() {
+            stop.store(true, Ordering::Relaxed);
+        }
+    };
+    let stopped_before = device.stop.replace(stop.clone());
+    let hashed_before = device.options.fill.hash_regions.replace(Arc::new(regions));
+    lending.allow(true);
+    let loaded = device.load(&mut inputs, &Placement::Default, &mut progress);
+    lending.allow(false);
+    (device.stop, device.options.fill.hash_regions) = (stopped_before, hashed_before);
+    let loaded = loaded?;
+    manifest.set_digests(loaded.files.iter().map(|file| &*file.digests));
+    let memory = lend(device, &loaded, manifest);
+    // What was lent lives on; the device unmaps it here.
+    device.unload(loaded)?;
+    memory
+}
+
+/// Lends the memory of files that have the right bytes.
+fn lend(device: &mut OpenDevice, loaded: &Loaded, manifest: &Manifest) -> Result<Memory, Error> {
+    if let Some(first) = device.differences(loaded, manifest)?.first() {
+        let (what, why) = ("the bytes that the device gave back".to_owned(), first.to_string());
+        return Err(KeepError::Bad { what, why }.into());
+    }
+    let lending = device.lending().map_err(cannot_lend)?;
+    let mut memory = Memory { device: Some(lending.device().to_owned()), fds: Vec::new(), places: Vec::new() };
+    for file in &loaded.files {
+        let segments = file.bo.iter().flat_map(|bo| bo.sg().segments());
+        let spans: Vec<_> = segments.filter_map(|segment| Span::new(segment.addr, segment.len)).collect();
+        if spans.len() > 1 {
+            return Err(cannot_lend("a file lies in several pieces of it".into()).into());
+        }
+        for span in &spans {
+            memory.fds.push(lending.lend(*span).map_err(cannot_lend)?);
+        }
+        let offsets = file.layout.places.iter().map(|place| place.bo_offset).collect();
+        memory.places.push(Some(KeptPlaces { bytes: spans.iter().map(Span::len).sum(), offsets }));
+    }
+    Ok(memory)
+}
+
+fn cannot_lend(source: Box<dyn std::error::Error + Send + Sync>) -> KeepError {
+    KeepError::Device { what: "lend memory of the device", source }
 }
 
 /// Compares the bytes of a kept model with its manifest, and that with its hash.

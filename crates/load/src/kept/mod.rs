@@ -8,16 +8,21 @@
 //! The keeper opens each memfd anew for whoever attaches, and locks what it has opened (flock(2)). The kernel holds
 //! such a lock until the last descriptor and the last mapping are gone. So who is attached is counted by the kernel,
 //! also over the death of a client, and of the keeper.
+//!
+//! The files of a model may be in memory of a device instead ([`keep_on`], [`KeeperClient::attach_onto`]), each behind
+//! a descriptor of the device's driver. That can be neither sealed nor locked: who attaches is trusted to read alone,
+//! and is counted by the description, which it holds as long as the memory.
 
 mod client;
 mod describe;
 mod error;
 mod file;
 mod keep;
+mod on_device;
 pub mod wire;
 
 pub use client::{Attached, KeeperClient, attach, name_in, socket_path};
-pub use describe::{KeptEntry, KeptModel, Stamp, check_name, read_text, sealed_text};
+pub use describe::{KeptEntry, KeptModel, KeptPlaces, Stamp, check_name, read_text, sealed_text};
 pub use error::KeepError;
 pub use file::KeptFile;
-pub use keep::{KeepOptions, attach_or_keep, check, keep};
+pub use keep::{KeepOptions, attach_or_keep, check, keep, keep_on};

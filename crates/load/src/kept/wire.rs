@@ -117,7 +117,10 @@ pub struct KeptRow {
     pub id: String,
     /// Whose it is.
     pub user: u32,
-    /// Bytes of its files.
+    /// The device in whose memory it is; `None` for host memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Bytes of its memory.
     pub bytes: u64,
     /// Files.
     pub files: usize,

@@ -94,7 +94,7 @@ impl Keep {
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Err(Failure::new(format!("another keeper is listening at {}", socket.display())));
         }
-        let listener = listen(&socket, mode)?;
+        let listener = listen(&socket, mode, true)?;
         let mut keeper = Keeper::new(config, say).with_store(store(&socket, passed)?);
         let half = || room().map(|room| room.bytes.saturating_add(keeper.bytes()) / 2);
         let no_limit = || Failure::usage("the kernel does not say how much memory is free: --memory says how much");
@@ -167,7 +167,7 @@ impl Hold {
     /// Holds until a keeper ends in good order.
     pub fn run(self) -> Result<ExitCode, Failure> {
         system::raise_file_limit();
-        hold(&listen(&self.path, 0o600)?)?;
+        hold(&listen(&self.path, 0o600, true)?)?;
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -126,7 +126,7 @@ impl Serve {
         let stop = system::termination(&[SIGTERM, SIGINT])?;
         let (listener, place) = match inherited {
             Some(socket) => (Listener::from_socket(socket)?, "the socket from systemd".to_owned()),
-            None => (listen(&socket, mode)?, socket.display().to_string()),
+            None => (listen(&socket, mode, false)?, socket.display().to_string()),
         };
         let log = move |event: &ServerEvent| {
             if !quiet || event.is_warning {
@@ -153,8 +153,8 @@ pub fn mode(text: &str) -> Result<u32, &'static str> {
     }
 }
 
-pub fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
-    Listener::bind(path, mode).map_err(|e| {
+pub fn listen(path: &Path, mode: u32, rights: bool) -> Result<Listener, Failure> {
+    Listener::bind_with(path, mode, rights).map_err(|e| {
         let failure = Failure::of(&e);
         match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() && !parent.exists() => {
