@@ -55,6 +55,7 @@ fn folder(name: &str) -> PathBuf {
 fn command(folder: &Path, line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
     command.args(line.split_whitespace()).current_dir(folder).env_remove("COLUMNS");
+    command.env("DMALANE_KEEP", folder.join("no-keeper")); // not one that the user runs
     command
 }
 

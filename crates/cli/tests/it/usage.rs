@@ -264,6 +264,7 @@ fn run(folder: &Path, line: &str) -> Result<(i32, String), String> {
         .args(line.split_whitespace())
         .current_dir(folder)
         .envs(crate::WIDE)
+        .env("DMALANE_KEEP", folder.join("no-keeper")) // not one that the user runs
         .output()
         .unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
