@@ -17,10 +17,12 @@ mod error;
 mod estimate;
 mod flush;
 mod format;
+#[macro_use]
 mod formats;
+#[cfg(feature = "alloc")]
+mod image;
 mod list;
 mod map;
-mod plain;
 #[cfg(target_has_atomic = "64")]
 mod pool;
 mod protect;
@@ -38,6 +40,8 @@ pub use estimate::TableEstimate;
 pub use flush::FlushList;
 pub use format::{Entry, Foreign, Format, MAX_LEVELS, Register, Registers};
 pub use formats::*;
+#[cfg(feature = "alloc")]
+pub use image::TableImage;
 #[cfg(all(feature = "alloc", target_has_atomic = "64"))]
 pub use pool::LocalPool;
 #[cfg(target_has_atomic = "64")]

@@ -92,13 +92,20 @@ impl OpenFile {
     /// # Errors
     /// [`Error::Changed`] when another file has its name by now, or it was changed; [`Error::File`].
     pub fn file(&self) -> Result<Arc<File>, Error> {
-        self.handle.file().map_err(|source| match Errno::from_io_error(&source) {
-            Some(Errno::STALE) => {
-                let now = std::fs::metadata(&self.path).map_or(0, |meta| meta.len());
-                Error::Changed { path: self.path.clone(), before: self.handle.len_when_opened().unwrap_or(0), now }
-            }
-            _ => self.error("open it", source),
-        })
+        self.handle.file().map_err(|source| self.not_there(source))
+    }
+
+    /// Checks that the file is still the one that was opened.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        self.handle.check().map_err(|source| self.not_there(source))
+    }
+
+    fn not_there(&self, source: io::Error) -> Error {
+        if Errno::from_io_error(&source) != Some(Errno::STALE) {
+            return self.error("open it", source);
+        }
+        let now = std::fs::metadata(&self.path).map_or(0, |meta| meta.len());
+        Error::Changed { path: self.path.clone(), before: self.handle.len_when_opened().unwrap_or(0), now }
     }
 
     /// Leaves out the tensors that are not selected.

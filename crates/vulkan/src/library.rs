@@ -308,14 +308,14 @@ pub struct MemoryHeap {
 }
 
 /// A kind of memory of a heap.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct MemoryType {
     pub flags: vk::MemoryPropertyFlags,
     pub heap: u32,
 }
 
 /// Properties of a GPU that are known before it is opened.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct GpuInfo {
     /// Its number among the GPUs of this machine.
     pub index: usize,
@@ -428,7 +428,7 @@ mod tests {
         let (exports, dedicated) = (External::EXPORTABLE, External::EXPORTABLE | External::DEDICATED_ONLY);
         assert!(shares_with_sparse(exports, exports | External::IMPORTABLE));
         for (plain, sparse) in [(dedicated, exports), (exports, dedicated), (exports, External::IMPORTABLE)] {
-            assert!(!shares_with_sparse(plain, sparse), "{plain:?}, {sparse:?}");
+            assert!(!shares_with_sparse(plain, sparse), "{}, {}", plain.as_raw(), sparse.as_raw());
         }
     }
 

@@ -162,7 +162,7 @@ impl Build {
         let outputs = outputs.excluding(&[(self.spec.clone(), spec)])?;
         let built =
             formats::build(format, &mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
-        outputs.write("--output", "", || Ok(built.bytes.clone()))?;
+        outputs.write("--output", "", || Ok(built.bytes().to_vec()))?;
         report::built(format, &self.output, base, &built, self.json)
     }
 }

@@ -7,6 +7,7 @@ mod arm64_s1;
 mod arm64_s2;
 mod armv7;
 mod armv7_lpae;
+#[macro_use]
 mod list;
 mod rights;
 mod riscv;

@@ -1,15 +1,13 @@
 //! A file of a model: its name, its header, and the hashes that it must have.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io;
+use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_file::FileHandle;
 use rustix::fs::SeekFrom;
-use rustix::io::Errno;
 
 use super::block::Block;
 use crate::container::{FormatError, Model, gguf};
@@ -116,16 +114,9 @@ impl ModelFile {
     /// # Errors
     /// [`Error::Changed`], [`Error::File`].
     pub fn open(&self) -> Result<OpenFile, Error> {
-        let failed = |source: io::Error| match Errno::from_io_error(&source) {
-            Some(Errno::STALE) => {
-                let now = fs::metadata(self.path()).map_or(0, |meta| meta.len());
-                Error::Changed { path: self.path().to_owned(), before: self.contents.len, now }
-            }
-            _ => Error::File { path: self.path().to_owned(), what: "open it", source },
-        };
-        self.handle.check().map_err(failed)?;
         let mut opened = OpenFile::parsed(self.handle.clone(), self.contents.clone(), self.select.clone());
         opened.kept.clone_from(&self.kept);
+        opened.check()?;
         Ok(opened)
     }
 

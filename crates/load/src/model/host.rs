@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
@@ -139,8 +139,8 @@ impl HostModel {
                 }
             }
         }
-        let (budget, closed) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), AtomicBool::new(false));
-        let (files, reads, above) = (Arc::new(files), Arc::default(), None);
+        let (budget, above) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), None);
+        let (files, reads, closed) = (Arc::new(files), Arc::default(), Arc::default());
         let reader = Arc::new(Reader { files, budget, reads, mode, threads: None, closed, above });
         Ok(Self { reader, by_name: Arc::new(by_name), manifest: Arc::new(manifest), left_out: Arc::default() })
     }
@@ -148,15 +148,8 @@ impl HostModel {
     /// The same model with another memory limit, which counts what it reads from now on, and the same
     /// [reads](Self::reads).
     pub fn within(&self, memory_limit: u64) -> Self {
-        let reader = Reader {
-            files: self.reader.files.clone(),
-            budget: Budget::new(memory_limit),
-            reads: self.reader.reads.clone(),
-            mode: self.reader.mode,
-            threads: None,
-            closed: AtomicBool::new(false),
-            above: None,
-        };
+        let (budget, closed) = (Budget::new(memory_limit), Arc::default());
+        let reader = Reader { budget, closed, threads: None, above: None, ..(*self.reader).clone() };
         Self { reader: Arc::new(reader), ..self.clone() }
     }
 
@@ -164,10 +157,8 @@ impl HostModel {
     /// many as the processors and the files take. To [`close`](Self::close) it ends its own reads alone; to close this
     /// one ends those too.
     pub fn apart(&self, threads: Option<usize>) -> Self {
-        let Reader { files, budget, reads, mode, .. } = &*self.reader;
-        let (files, budget, reads) = (files.clone(), budget.clone(), reads.clone());
-        let (closed, above) = (AtomicBool::new(false), Some(self.reader.clone()));
-        let reader = Reader { files, budget, reads, mode: *mode, threads, closed, above };
+        let (closed, above) = (Arc::default(), Some(self.reader.clone()));
+        let reader = Reader { threads, closed, above, ..(*self.reader).clone() };
         Self { reader: Arc::new(reader), ..self.clone() }
     }
 

@@ -22,6 +22,7 @@ use crate::read::{Read, ReadFiles, ReadOptions};
 pub(super) const FILES_AT_ONCE: usize = 1024;
 
 /// The files of a model, and what all reads of it share.
+#[derive(Clone)]
 pub(super) struct Reader {
     pub files: Arc<Vec<ModelFile>>,
     pub budget: Arc<Budget>,
@@ -29,7 +30,7 @@ pub(super) struct Reader {
     pub mode: Mode,
     /// Threads that read, of one job; by default as many as the processors and the files take.
     pub threads: Option<usize>,
-    pub closed: AtomicBool,
+    pub closed: Arc<AtomicBool>,
     /// The reader that this one is [apart](super::HostModel::apart) from: to close it ends the reads of this one, too.
     pub above: Option<Arc<Self>>,
 }

@@ -444,6 +444,6 @@ fn only_memory_that_no_other_device_takes_over_is_shared_by_families() {
         (true, &[0], vk::SharingMode::EXCLUSIVE),
         (true, &[1, 0, 2], vk::SharingMode::EXCLUSIVE),
     ] {
-        assert_eq!(sharing(foreign, families), expected, "foreign: {foreign}, families {families:?}");
+        assert!(sharing(foreign, families) == expected, "foreign: {foreign}, families {families:?}");
     }
 }

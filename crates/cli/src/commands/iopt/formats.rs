@@ -2,33 +2,15 @@
 
 use std::fmt;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
-use dmalane::iopt::{
-    self, Error, FaultKind, Format, FormatId, PageTable, Register, TablePool, TableShape, WalkFault, Walked,
-    with_format,
-};
+use dmalane::iopt::{self, Error, FaultKind, Format, FormatId, TableImage, WalkFault, Walked, with_format};
 
 use super::image::Image;
 use super::number::Number;
 use super::spec::{SpecMapping, wrong};
 use crate::failure::Failure;
 use crate::size;
-
-/// Tables, ready to be written.
-pub struct Built {
-    /// The image.
-    pub bytes: Vec<u8>,
-    /// Where the root is.
-    pub root: u64,
-    /// Tables in the image.
-    pub tables: u64,
-    /// Leaves of each page size.
-    pub leaves: Vec<(PageSize, u64)>,
-    /// The registers to program.
-    pub registers: Vec<Register>,
-}
 
 /// Why no tables were built.
 pub enum BuildError {
@@ -66,47 +48,24 @@ impl BuildError {
     }
 }
 
-/// Builds tables from `base` on.
-pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<Built, BuildError> {
-    with_format!(format, F => build_as::<F>(mappings, base))
-}
-
 /// The largest image that is built: 128 GiB by 4 KiB pages.
 const MOST_BYTES: u64 = 256 << 20;
 
-fn build_as<F: Format>(mappings: &[SpecMapping], base: u64) -> Result<Built, BuildError> {
-    // Most images are small, and memory for the largest takes a while.
-    match build_within::<F>(mappings, base, MOST_BYTES / 64) {
-        Err(BuildError::Mapping(_, Error::NoTables { .. })) => build_within::<F>(mappings, base, MOST_BYTES),
-        built => built,
-    }
-}
-
-// Of a page table, only what this calls is compiled for each format: mapping by single leaves is little.
-fn build_within<F: Format>(mappings: &[SpecMapping], base: u64, bytes: u64) -> Result<Built, BuildError> {
-    let (granule, shape) = (F::GRANULE, TableShape::of::<F>());
-    let words: Vec<_> = (0..bytes / 8).map(|_| AtomicU64::new(0)).collect();
-    let mut pool = TablePool::new::<F>(PhysAddr::new(base), &words);
-    let table = PageTable::<F, Iova, PhysAddr, _>::new(&mut pool);
-    let mut table = table.map_err(|e| BuildError::Base(e, shape.root, base))?;
+/// Builds tables from `base` on.
+pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<TableImage, BuildError> {
+    let image = TableImage::new(format, PhysAddr::new(base), MOST_BYTES);
+    let mut image = image.map_err(|e| BuildError::Base(e, format.table_shape().root, base))?;
+    let granule = format.page_sizes().iter().next().expect("a format has a page size");
     for (i, m) in mappings.iter().enumerate() {
         for (field, Number(value)) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
             if !value.is_multiple_of(granule.bytes()) {
                 return Err(BuildError::Misaligned { mapping: i, field, value, granule });
             }
         }
-        let mapped = table.map_plainly(Iova::new(m.va.0), PhysAddr::new(m.pa.0), m.len.0, m.access);
+        let mapped = image.map(Iova::new(m.va.0), PhysAddr::new(m.pa.0), m.len.0, m.access);
         mapped.map_err(|e| BuildError::Mapping(i, e))?;
     }
-    let (slots, roots) = (table.tables().in_use() as u64, shape.root.bytes() / shape.table.bytes());
-    let used = &words[..(slots * shape.table.bytes() / 8) as usize];
-    Ok(Built {
-        root: table.root().bits(),
-        tables: slots - roots + 1,
-        leaves: table.leaf_counts().collect(),
-        registers: table.registers().to_vec(),
-        bytes: used.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect(),
-    })
+    Ok(image)
 }
 
 /// Translates one address by the tables below `root`, for an unprivileged access if `user`.

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use dmalane::addr::{Access, PageSize};
-use dmalane::iopt::{FaultKind, FormatId, Register, WalkFault, Walked};
+use dmalane::iopt::{FaultKind, FormatId, Register, TableImage, WalkFault, Walked};
 use serde_json::{Value, json};
 
-use super::formats::{self, DumpRun, Dumped};
+use super::formats::{DumpRun, Dumped};
 use super::number::Number;
 use super::source::ImageSource;
 use crate::failure::Failure;
@@ -47,14 +47,8 @@ fn accesses(format: FormatId) -> Vec<String> {
 }
 
 /// The tables that were built.
-pub fn built(
-    format: FormatId,
-    output: &Path,
-    base: u64,
-    built: &formats::Built,
-    json: bool,
-) -> Result<ExitCode, Failure> {
-    let leaf = |&(page, count): &(PageSize, u64)| json!({ "page_bytes": page.bytes(), "count": count });
+pub fn built(format: FormatId, output: &Path, base: u64, built: &TableImage, json: bool) -> Result<ExitCode, Failure> {
+    let leaf = |(page, count): (PageSize, u64)| json!({ "page_bytes": page.bytes(), "count": count });
     let register = |r: &Register| json!({ "name": r.name, "value": Number(r.value) });
     let all = || {
         json!({
@@ -62,32 +56,32 @@ pub fn built(
             "command": "iopt build",
             "format": format.name(),
             "image": output.to_string_lossy(),
-            "root": Number(built.root),
+            "root": Number(base),
             "base": Number(base),
-            "bytes": built.bytes.len(),
-            "tables": built.tables,
-            "mapped_bytes": built.leaves.iter().map(|&(page, count)| page.bytes() * count).sum::<u64>(),
-            "leaves": built.leaves.iter().map(leaf).collect::<Value>(),
-            "registers": built.registers.iter().map(register).collect::<Value>(),
+            "bytes": built.bytes().len(),
+            "tables": built.tables(),
+            "mapped_bytes": built.leaf_counts().map(|(page, count)| page.bytes() * count).sum::<u64>(),
+            "leaves": built.leaf_counts().map(leaf).collect::<Value>(),
+            "registers": built.registers().iter().map(register).collect::<Value>(),
         })
     };
     output::tell(json, all, || built_text(format, output, base, built))
 }
 
-fn built_text(format: FormatId, output: &Path, base: u64, built: &formats::Built) -> String {
-    let bytes = size::binary(built.bytes.len() as u64);
+fn built_text(format: FormatId, output: &Path, base: u64, built: &TableImage) -> String {
+    let bytes = size::binary(built.bytes().len() as u64);
     let leaves: Vec<_> =
-        built.leaves.iter().filter(|l| l.1 > 0).map(|&(page, count)| format!("{count} x {page}")).collect();
+        built.leaf_counts().filter(|l| l.1 > 0).map(|(page, count)| format!("{count} x {page}")).collect();
     let leaves = if leaves.is_empty() { "none".to_owned() } else { leaves.join(", ") };
     let mut text = format!(
         "image      {}, {bytes} at {base:#x}\nformat     {}\ntables     {}\nleaves     {leaves}\nroot       {:#x}\n",
         plain(&output.to_string_lossy()),
         format.name(),
-        built.tables,
-        built.root
+        built.tables(),
+        base
     );
-    let width = built.registers.iter().map(|r| r.name.len()).max().unwrap_or(0);
-    for (i, register) in built.registers.iter().enumerate() {
+    let width = built.registers().iter().map(|r| r.name.len()).max().unwrap_or(0);
+    for (i, register) in built.registers().iter().enumerate() {
         let label = if i == 0 { "registers" } else { "" };
         text += &format!("{label:<11}{:<width$}  {:#x}\n", register.name, register.value);
     }
