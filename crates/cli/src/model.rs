@@ -57,6 +57,11 @@ pub fn set(paths: &[PathBuf]) -> Result<ModelSet, Failure> {
     Ok(ModelSet::of(paths)?)
 }
 
+/// The same, where all bytes of the files count.
+pub fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
+    Ok(set(paths)?.files.into_iter().map(|file| file.path).collect())
+}
+
 /// Refuses a Git LFS pointer in place of a file that is read as it is.
 pub fn refuse_lfs_pointer(path: &Path, file: &File) -> Result<(), Failure> {
     Ok(container::refuse_lfs_pointer(path, file)?)

@@ -6,7 +6,6 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use dmalane::load::SetFile;
 use dmalane::load::fill::Event;
 use dmalane::load::kept::wire::KeptList;
 use dmalane::load::kept::{self, KeepOptions, KeeperClient, socket_path};
@@ -84,8 +83,8 @@ impl Keep {
         };
         let bar = Progress::new("keep", !(self.quiet || self.json));
         let start = Instant::now();
-        let size = |file: &SetFile| std::fs::metadata(&file.path).map_or(0, |meta| meta.len());
-        bar.set_length(model::set(&self.files)?.files.iter().map(size).sum());
+        let size = |path: &PathBuf| std::fs::metadata(path).map_or(0, |meta| meta.len());
+        bar.set_length(model::files(&self.files)?.iter().map(size).sum());
         let watch = |event| {
             if let Event::Arrived { len, .. } = event {
                 bar.advance(len);

@@ -4,6 +4,7 @@ mod bar_map;
 mod card;
 mod devices;
 pub mod doctor;
+mod inspect;
 mod iopt;
 mod keep;
 mod load;
@@ -48,7 +49,7 @@ macro_rules! commands {
 }
 
 commands! {
-    "Models": load::Load read::Read verify::Verify manifest::Manifest;
+    "Models": load::Load read::Read verify::Verify manifest::Manifest inspect::Inspect;
     "Models that stay in memory": keep::Keep keep::Kept keep::Drop;
     "Devices": validate::Validate devices::Devices doctor::Doctor;
     "For authors of drivers": iopt::Iopt vm::Vm bar_map::BarMap card::Card;

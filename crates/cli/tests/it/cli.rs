@@ -85,6 +85,8 @@ fn wrong_usage_is_2() {
         &["read", "a", "--pages", "3m"],
         &["read", "a", "--chunk", "2GiB"],
         &["read", "a", "--range", "5..5"],
+        &["inspect"],
+        &["inspect", "a", "b"],
         &["completions", "command.com"],
     ] {
         complains(args, 2);
@@ -445,6 +447,26 @@ fn what_reading_says() {
 }
 
 #[test]
+fn what_inspect_says() {
+    let folder = folder("inspect");
+    let file = folder.join("f");
+    std::fs::write(&file, vec![1; 1 << 20]).unwrap();
+    let path = file.to_str().unwrap();
+    let output = run(&["inspect", path]);
+    if output.status.success() {
+        assert!(stdout(&output).contains("100.0 % in the page cache"), "{}", stdout(&output));
+    } else {
+        println!("SKIPPED: {}", stderr(&output));
+    }
+    assert_eq!(
+        complains(&["inspect", "/no/such/file"], 1),
+        "dmalane: cannot open /no/such/file\ncause: No such file or directory (os error 2)\n"
+    );
+    assert!(complains(&["inspect", "/"], 1).contains("it holds no *.safetensors.index.json, *.safetensors"));
+    assert!(complains(&["inspect", "/dev/null"], 1).contains("it is not a regular file"));
+}
+
+#[test]
 fn of_a_part_of_a_model_only_that_part_is_read() {
     let folder = folder("part");
     let load = |line: &str| {
@@ -522,6 +544,12 @@ fn models_come_as_people_have_them() {
         let said = run(&format!("read {named} --export fd -- printenv DMALANE_SIZE"), 0);
         let sizes = ["sharded/model-1.safetensors", "sharded/model-2.safetensors"].map(|f| size(&at(f)).to_string());
         assert_eq!(said.trim_end(), sizes.join(" "));
+        let inspected = command(&["inspect", named]).current_dir(&folder).output().unwrap();
+        let said = stdout(&inspected);
+        match inspected.status.success() {
+            true => assert_eq!(said.matches("in the page cache").count(), 3, "{said}"),
+            false => println!("SKIPPED: {}", stderr(&inspected)),
+        }
     }
     std::fs::create_dir_all(at("none")).unwrap();
     // Those that take a model by its directory, with what they need beside it.
@@ -570,7 +598,7 @@ fn models_come_as_people_have_them() {
 }
 
 #[test]
-fn standard_input_is_a_file_of_load_and_read() {
+fn standard_input_is_a_file_of_load_read_and_inspect() {
     let folder = folder("stdin");
     let model = folder.join("m.safetensors");
     crate::sample(&model, 3 << 20, 1);
@@ -643,6 +671,8 @@ fn standard_input_is_a_file_of_load_and_read() {
     // A writer that is slow.
     let line = "(sleep 0.2; cat m.safetensors) > pipe & exec 3<pipe; dmalane read --json pipe";
     assert_eq!(json(line)["files"][0]["xxh3"], hash);
+    let output = shell("dmalane inspect - < m.safetensors");
+    assert!(output.status.success() || stderr(&output).contains("which part of stdin is cached"));
 }
 
 #[test]
@@ -837,6 +867,7 @@ fn sixty_thousand_tensors_take_little_time_and_memory() {
     std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()).unwrap();
     let program = env!("CARGO_BIN_EXE_dmalane");
     for (line, shows) in [
+        ("inspect \"$0\"", "in the page cache"),
         ("load \"$0\" -d ram:100MiB --verify", "60000 tensors"),
         ("load \"$0\" -d ram:100MiB --list", "model.layers.59999.weight"),
         ("load \"$0\" -d soft,ddr=256MiB,hbm=4MiB", "60000 tensors"),

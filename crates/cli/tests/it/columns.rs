@@ -17,6 +17,7 @@ pub const COMMANDS: &[(&str, i32)] = &[
     ("load m.safetensors --dry-run --list", 0),
     ("read m.safetensors -v", 0),
     ("read m.safetensors -v --heap memfd", 0),
+    ("inspect m.safetensors", 0),
     ("manifest m.safetensors -o manifest", 0),
     ("verify m.safetensors --manifest manifest", 0),
     ("keep m.safetensors", 1),

@@ -88,6 +88,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("m --report -", "stdout is for the report"),
         ],
     ),
+    ("inspect", &[("", "<FILE>"), ("m m", "m")]),
     ("manifest", &[("", "<FILE>"), ("- -", "can be read once"), ("m -o -", "stdout is for the report")]),
     ("verify", &[("", "<FILE>"), ("m", "--manifest"), ("- - --manifest x", "can be read once")]),
     (
@@ -173,6 +174,8 @@ const FAILS: &[&str] = &[
     "read folder",
     "read m --range 1GiB..",
     "read m --trace missing/t",
+    "inspect missing",
+    "inspect folder",
     "manifest missing",
     "verify m --manifest missing",
     "validate -d file:missing",
