@@ -345,6 +345,20 @@ fn dependencies_are_allowed() {
     report(&wrong);
 }
 
+/// Kernels build these two alone: what they compile with, themselves included, is worth a decision.
+#[test]
+fn crates_for_kernels_compile_few_others() {
+    for (package, most) in [("dmalane-addr", 2), ("dmalane-iopt", 3)] {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["tree", "--locked", "--offline", "--edges=normal,build", "--prefix=none", "--format={p}", "-p"]);
+        let tree = cargo.arg(package).current_dir(root()).output().expect("cargo");
+        assert!(tree.status.success(), "{}", String::from_utf8_lossy(&tree.stderr));
+        let tree = String::from_utf8_lossy(&tree.stdout);
+        let compiled: BTreeSet<_> = tree.lines().map(|line| line.trim_end_matches(" (*)")).collect();
+        assert!((1..=most).contains(&compiled.len()), "{package}, more than {most}: {compiled:?}");
+    }
+}
+
 /// Memory that devices or other processes share is accessed by `processor.rs` of crate `dma` alone: safe code could
 /// otherwise make atomics of different sizes at one place, which Rust leaves undefined.
 #[test]
