@@ -193,6 +193,12 @@ fn every_crate_can_be_packaged() {
             let parts = [oldest.as_str(), "## Limits", "## Requirements", "```rust", "unsafe"];
             let missing = parts.iter().filter(|part| !readme.contains(**part));
             wrong.extend(missing.map(|part| format!("crates/{}/README.md says nothing of {part:?}", c.dir)));
+            // The example is a program of its own: a reader adds what it uses.
+            let used = readme.lines().filter_map(|line| line.strip_prefix("use dmalane_")?.split("::").next());
+            let added =
+                |name: &str| readme.lines().any(|l| l.contains("cargo add") && words(l).any(|word| word == name));
+            let not_added = used.filter(|name| **name != *c.dir.replace('-', "_") && !added(name));
+            wrong.extend(not_added.map(|name| format!("crates/{}/README.md: no cargo add of {name}", c.dir)));
             let library = read(&directory.join("src/lib.rs"));
             if !library.contains("#![doc = include_str!(\"../README.md\")]") {
                 wrong.push(format!("crates/{}/src/lib.rs does not begin with the README", c.dir));
