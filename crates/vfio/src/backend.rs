@@ -145,7 +145,7 @@ mod tests {
         let best = look();
         assert_eq!(best.selected, Some((Backend::Iommufd, "/dev/vfio/devices/vfio3".into())));
         assert!(best.unavailable.is_empty());
-        assert!(check_iommufd(root.path()).is_ok() && check_iommufd(&root.path().join("sys")).is_err());
+        assert!(check_iommufd(root.path()).is_ok() && check_iommufd(root.path().join("sys")).is_err());
         assert_eq!([Backend::Iommufd, Backend::Type1].map(|backend| backend.to_string()), ["iommufd", "type1"]);
 
         let members = root.path().join("sys/kernel/iommu_groups/15");
