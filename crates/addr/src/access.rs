@@ -64,9 +64,16 @@ impl core::fmt::Display for Access {
 }
 
 /// Error of parsing a text as [`Access`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("not letters out of \"rwx\", then any of \",privileged\", \",uncached\", \",mmio\"")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NotAccess;
+
+impl core::fmt::Display for NotAccess {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("not letters out of \"rwx\", then any of \",privileged\", \",uncached\", \",mmio\"")
+    }
+}
+
+impl core::error::Error for NotAccess {}
 
 impl core::str::FromStr for Access {
     type Err = NotAccess;

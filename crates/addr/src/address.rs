@@ -54,7 +54,8 @@ pub trait Address: Copy + Eq + Ord + Hash + Debug + Display + LowerHex + Send + 
 /// Makes a type for addresses of one space: its documentation, visibility, name, and the name of the space in messages.
 ///
 /// With a number of bits, addresses are sign-extended from it as processors want them (*canonical*): page tables get
-/// the lower bits, people see all 64. An address that is not canonical stays as it is, and page tables refuse it.
+/// the lower bits, people see all 64. The lower bits alone are the same address: `0x8000_0000_1000` below. Any other
+/// address stays as it is, and page tables refuse it.
 ///
 /// ```
 /// use dmalane_addr::{Address, address};
@@ -64,6 +65,7 @@ pub trait Address: Copy + Eq + Ord + Hash + Debug + Display + LowerHex + Send + 
 /// }
 /// let va = KernelVa::new(0xffff_8000_0000_1000);
 /// assert_eq!((va.bits(), va.to_string()), (0x8000_0000_1000, "kernel VA 0xffff800000001000".into()));
+/// assert_eq!(va, KernelVa::new(0x8000_0000_1000));
 /// ```
 #[macro_export]
 macro_rules! address {

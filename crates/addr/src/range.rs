@@ -2,18 +2,16 @@
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
-
-use thiserror::Error;
+use core::fmt;
 
 use crate::phases::Phases;
 use crate::{Address, PageSize, Span};
 
 /// Why a range could not be allocated or freed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RangeError<A: Address> {
     /// No free range is long enough at this alignment.
-    #[error("no free range of {len} bytes aligned to {align} ({free} bytes are free in all)")]
     Exhausted {
         /// Bytes requested.
         len: u64,
@@ -23,7 +21,6 @@ pub enum RangeError<A: Address> {
         free: u64,
     },
     /// A length of zero, or one that is not a whole number of pages of the allocator.
-    #[error("a range of {len} bytes is not a whole, non-zero number of {page} pages")]
     BadLength {
         /// Bytes asked for.
         len: u64,
@@ -31,12 +28,27 @@ pub enum RangeError<A: Address> {
         page: PageSize,
     },
     /// Part of the span is allocated, or lies outside the allocator.
-    #[error("{0} is not completely free")]
     NotFree(Span<A>),
     /// Part of the span is free already, or lies outside the allocator.
-    #[error("{0} is not completely allocated")]
     NotAllocated(Span<A>),
 }
+
+impl<A: Address> fmt::Display for RangeError<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exhausted { len, align, free } => {
+                write!(f, "no free range of {len} bytes aligned to {align} ({free} bytes are free in all)")
+            }
+            Self::BadLength { len, page } => {
+                write!(f, "a range of {len} bytes is not a whole, non-zero number of {page} pages")
+            }
+            Self::NotFree(span) => write!(f, "{span} is not completely free"),
+            Self::NotAllocated(span) => write!(f, "{span} is not completely allocated"),
+        }
+    }
+}
+
+impl<A: Address> core::error::Error for RangeError<A> {}
 
 /// Allocates ranges of an address space: IOVAs, card memory, device VAs.
 ///

@@ -108,7 +108,7 @@ fn number_of_memory(error: &MemoryError) -> Number {
 fn number_of_host(error: &dmalane::dma::Error) -> Number {
     use dmalane::dma::Error;
     match error {
-        Error::BadLength(_) | Error::BadRange { .. } => Errno::Inval.into(),
+        Error::BadLength(_) | Error::NotPages { .. } | Error::BadRange { .. } => Errno::Inval.into(),
         Error::NoHeap(_) | Error::WholeBuffers | Error::ForeignPin => Errno::NotSup.into(),
         Error::Allocate { source, .. } | Error::Import(source) => os(source),
         Error::Backend(source) => number_of_driver(&**source, Number(EIO)),

@@ -23,6 +23,16 @@ pub enum Error {
     /// A length of zero, or one that does not fit the address space once rounded up to whole pages.
     #[error("cannot allocate a buffer of {0} bytes")]
     BadLength(usize),
+    /// Memory that exists, and that devices cannot get page by page.
+    #[error("memory at {at:#x} of {len} bytes is not whole pages of {page} bytes")]
+    NotPages {
+        /// Address in this process.
+        at: usize,
+        /// Bytes.
+        len: usize,
+        /// Bytes of a page of the kernel.
+        page: usize,
+    },
     /// No heap of this machine meets the requirements; each with the reason.
     #[error("no heap meets the requirements: {}", list(.0))]
     NoHeap(Vec<(&'static str, String)>),

@@ -99,14 +99,15 @@ impl RawMemory {
     /// Memory that `owner` keeps mapped. Others may use it at the same time.
     ///
     /// # Errors
-    /// [`Error::BadLength`] unless it is whole pages of the kernel.
+    /// [`Error::NotPages`] unless it is whole pages of the kernel.
     ///
     /// # Safety
     /// `ptr..ptr + len` stays mapped, readable, writable and initialised until `owner` is dropped. Nobody uses a Rust
     /// reference into it until then.
     pub unsafe fn new(ptr: NonNull<u8>, len: usize, owner: impl Send + Sync + 'static) -> Result<Self, Error> {
-        if len == 0 || !(ptr.addr().get() | len).is_multiple_of(page()) {
-            return Err(Error::BadLength(len));
+        let at = ptr.addr().get();
+        if len == 0 || !(at | len).is_multiple_of(page()) {
+            return Err(Error::NotPages { at, len, page: page() });
         }
         // Exported from the start: no slice is ever made of it.
         Ok(Self(Region::of_owner(ptr, len, Box::new(owner), true)))
@@ -898,7 +899,9 @@ mod tests {
         for (skip, len) in [(0, 0), (8, page()), (0, page() + 8)] {
             // SAFETY: of the region, which lives on, and nobody has a reference into it.
             let refused = unsafe { RawMemory::new(ptr.byte_add(skip), len, ()) };
-            assert!(matches!(refused, Err(Error::BadLength(n)) if n == len));
+            let at = ptr.addr().get() + skip;
+            let expected = format!("memory at {at:#x} of {len} bytes is not whole pages of {} bytes", page());
+            assert_eq!(refused.err().unwrap().to_string(), expected);
         }
         // SAFETY: as above; the owner is the region.
         let memory = unsafe { RawMemory::new(ptr, 4 * page(), (guest, held.clone())) }.unwrap();

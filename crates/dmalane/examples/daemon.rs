@@ -46,7 +46,7 @@ fn there_and_back<B: Mmio>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<(), Box<dyn Error>> {
     let host: SoftHost = SoftHost::new(HostConfig::default())?;
     let bus: SoftBus = SoftBus::new(host, CardConfig::default())?;
     println!("in this process:    {}", there_and_back(Arc::new(bus))?);
@@ -69,4 +69,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     drop(stop);
     daemon.join().map_err(|_| "the daemon panicked")??;
     Ok(())
+}
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{}", dmalane::error_chain(&*error));
+        std::process::exit(1);
+    }
 }

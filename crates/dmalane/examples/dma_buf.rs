@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dmalane::dma::{DmaHeap, Heap, MemfdHeap, error_chain, export_dma_buf};
 use dmalane::load::{ReadOptions, alloc_and_read};
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<(), Box<dyn Error>> {
     let path = std::env::args().nth(1).unwrap_or_else(|| "/proc/self/exe".to_owned());
     let file = File::open(&path)?;
 
@@ -38,4 +38,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         Err(why) => println!("SKIPPED: no dma-buf of the memfd: {why}"),
     }
     Ok(())
+}
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{}", error_chain(&*error));
+        std::process::exit(1);
+    }
 }

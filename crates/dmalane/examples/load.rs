@@ -4,7 +4,7 @@ use std::error::Error;
 
 use dmalane::{HostModel, LoadOptions, ModelOptions, Placement};
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<(), Box<dyn Error>> {
     let folder = tempfile::tempdir()?;
     let path = match std::env::args_os().nth(1) {
         Some(path) => path.into(),
@@ -28,4 +28,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let report = &loaded.report;
     println!("{} bytes in {:.1} ms, verified", report.bytes, report.wall.as_secs_f64() * 1e3);
     Ok(())
+}
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{}", dmalane::error_chain(&*error));
+        std::process::exit(1);
+    }
 }

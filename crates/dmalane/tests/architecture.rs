@@ -193,6 +193,12 @@ fn every_crate_can_be_packaged() {
             let parts = [oldest.as_str(), "## Limits", "## Requirements", "```rust", "unsafe"];
             let missing = parts.iter().filter(|part| !readme.contains(**part));
             wrong.extend(missing.map(|part| format!("crates/{}/README.md says nothing of {part:?}", c.dir)));
+            // The example is a program of its own: a reader adds what it uses.
+            let used = readme.lines().filter_map(|line| line.strip_prefix("use dmalane_")?.split("::").next());
+            let added =
+                |name: &str| readme.lines().any(|l| l.contains("cargo add") && words(l).any(|word| word == name));
+            let not_added = used.filter(|name| **name != *c.dir.replace('-', "_") && !added(name));
+            wrong.extend(not_added.map(|name| format!("crates/{}/README.md: no cargo add of {name}", c.dir)));
             let library = read(&directory.join("src/lib.rs"));
             if !library.contains("#![doc = include_str!(\"../README.md\")]") {
                 wrong.push(format!("crates/{}/src/lib.rs does not begin with the README", c.dir));
@@ -343,6 +349,20 @@ fn dependencies_are_allowed() {
         }
     }
     report(&wrong);
+}
+
+/// Kernels build these two alone: what they compile with, themselves included, is worth a decision.
+#[test]
+fn crates_for_kernels_compile_few_others() {
+    for (package, most) in [("dmalane-addr", 2), ("dmalane-iopt", 3)] {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["tree", "--locked", "--offline", "--edges=normal,build", "--prefix=none", "--format={p}", "-p"]);
+        let tree = cargo.arg(package).current_dir(root()).output().expect("cargo");
+        assert!(tree.status.success(), "{}", String::from_utf8_lossy(&tree.stderr));
+        let tree = String::from_utf8_lossy(&tree.stdout);
+        let compiled: BTreeSet<_> = tree.lines().map(|line| line.trim_end_matches(" (*)")).collect();
+        assert!((1..=most).contains(&compiled.len()), "{package}, more than {most}: {compiled:?}");
+    }
 }
 
 /// Memory that devices or other processes share is accessed by `processor.rs` of crate `dma` alone: safe code could

@@ -13,7 +13,7 @@ use dmalane_queue::{Completion, Operation, Queue};
 
 const GATHER: usize = 16 << 20;
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn run() -> Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let arg = |i: usize| args.get(i).map(String::as_str);
     let path = arg(0).ok_or("usage: read FILE [auto|direct|buffered] [auto|uring|pread] [ROUNDS]")?;
@@ -59,4 +59,11 @@ fn read(channel: &mut FileQueue, len: u64, mut buffers: Vec<BufferSlice>) -> Res
         }
     }
     Ok(())
+}
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{}", dmalane_dma::error_chain(&*error));
+        std::process::exit(1);
+    }
 }

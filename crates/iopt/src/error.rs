@@ -37,17 +37,15 @@ impl fmt::Display for Length {
 }
 
 /// Why a page table refused. The table is as it was before the call.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Error {
     /// A length of zero.
-    #[error("an empty range at {at}")]
     Empty {
         /// Where the range was to start, input or output.
         at: NamedAddr,
     },
     /// A start or a length that is not a multiple of the format's granule.
-    #[error("{at}{}: not a multiple of {granule}", Length(*len))]
     Misaligned {
         /// Where the range starts, input or output.
         at: NamedAddr,
@@ -57,7 +55,6 @@ pub enum Error {
         granule: PageSize,
     },
     /// Input addresses beyond [`Format::INPUT_BITS`](crate::Format::INPUT_BITS).
-    #[error("{at}{}: beyond {bits} bits of input address", Length(*len))]
     InputRange {
         /// Where the range starts, or where the call had come to.
         at: NamedAddr,
@@ -67,7 +64,6 @@ pub enum Error {
         bits: u32,
     },
     /// Output addresses beyond [`Format::OUTPUT_BITS`](crate::Format::OUTPUT_BITS).
-    #[error("{at}, length {len:#x}: beyond {bits} bits of output address")]
     OutputRange {
         /// Where the range starts.
         at: NamedAddr,
@@ -77,7 +73,6 @@ pub enum Error {
         bits: u32,
     },
     /// The format has no entry with exactly these rights.
-    #[error("{format} cannot express access {access}")]
     Unsupported {
         /// The rights asked for.
         access: Access,
@@ -85,25 +80,21 @@ pub enum Error {
         format: &'static str,
     },
     /// Something is mapped there already.
-    #[error("{at} is already mapped")]
     Overlap {
         /// The lowest address of the request that is taken.
         at: NamedAddr,
     },
     /// No memory for another table.
-    #[error("no memory for a page table below {at}")]
     NoTables {
         /// The input address that needed the table.
         at: NamedAddr,
     },
     /// A hole in the table that was to be mapped through.
-    #[error("{at} is not mapped")]
     NotMapped {
         /// The lowest address of the hole, in the space of that table.
         at: NamedAddr,
     },
     /// The table that was to be mapped through permits less than what was asked for, or is another kind of memory.
-    #[error("{at} permits {permitted}, not {access}")]
     Denied {
         /// The lowest such address, in the space of that table.
         at: NamedAddr,
@@ -113,13 +104,11 @@ pub enum Error {
         permitted: Access,
     },
     /// The format has no bit that says that a page was written.
-    #[error("{format} does not record writes")]
     NoDirtyBit {
         /// [`Format::NAME`](crate::Format::NAME).
         format: &'static str,
     },
     /// The memory has no tables of the sizes that the format needs.
-    #[error("this table memory cannot provide tables of {table} with a root of {root}")]
     TableSize {
         /// The size of a table.
         table: PageSize,
@@ -127,12 +116,40 @@ pub enum Error {
         root: PageSize,
     },
     /// [`Tables::allocate`](crate::Tables::allocate) gave an address that no entry of the format can hold.
-    #[error("a page table at {at} is not aligned to its size or does not fit the format's entries")]
     TableAddress {
         /// The table's address.
         at: NamedAddr,
     },
 }
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty { at } => write!(f, "an empty range at {at}"),
+            Self::Misaligned { at, len, granule } => write!(f, "{at}{}: not a multiple of {granule}", Length(*len)),
+            Self::InputRange { at, len, bits } => {
+                write!(f, "{at}{}: beyond {bits} bits of input address", Length(*len))
+            }
+            Self::OutputRange { at, len, bits } => {
+                write!(f, "{at}, length {len:#x}: beyond {bits} bits of output address")
+            }
+            Self::Unsupported { access, format } => write!(f, "{format} cannot express access {access}"),
+            Self::Overlap { at } => write!(f, "{at} is already mapped"),
+            Self::NoTables { at } => write!(f, "no memory for a page table below {at}"),
+            Self::NotMapped { at } => write!(f, "{at} is not mapped"),
+            Self::Denied { at, access, permitted } => write!(f, "{at} permits {permitted}, not {access}"),
+            Self::NoDirtyBit { format } => write!(f, "{format} does not record writes"),
+            Self::TableSize { table, root } => {
+                write!(f, "this table memory cannot provide tables of {table} with a root of {root}")
+            }
+            Self::TableAddress { at } => {
+                write!(f, "a page table at {at} is not aligned to its size or does not fit the format's entries")
+            }
+        }
+    }
+}
+
+impl core::error::Error for Error {}
 
 #[cfg(test)]
 mod tests {

@@ -35,6 +35,8 @@ mod unmap;
 mod walk;
 mod words;
 
+/// The addresses, spans and access rights that tables take, with the features that this crate was built with.
+pub use dmalane_addr as addr;
 pub use error::{Error, NamedAddr};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;

@@ -1,7 +1,8 @@
 //! The device's side: one address, translated as an MMU does it.
 
+use core::fmt;
+
 use dmalane_addr::{Access, PageSize};
-use thiserror::Error;
 
 use crate::format::{Kind, MAX_LEVELS, index, shift};
 use crate::{Entry, Foreign, Format, slots};
@@ -18,30 +19,38 @@ pub struct Walked {
 }
 
 /// Why a walk stopped.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum FaultKind {
     /// The entry is not valid.
-    #[error("no mapping")]
     NotPresent,
     /// The entry is valid, and nothing that the format has: it is reserved at its level, grants nothing to anybody, or
     /// is of a kind that is not read here.
-    #[error("an entry that is valid, but not understood")]
     NotUnderstood,
     /// There is a leaf, but all levels together grant nothing to an access of this kind.
-    #[error("no permission")]
     Denied,
     /// An entry that cannot be fetched: the memory refused its address.
-    #[error("a table that cannot be read")]
     BadTable,
     /// The input address has more bits than the format translates.
-    #[error("an address beyond the format's range")]
     OutOfRange,
 }
 
+impl fmt::Display for FaultKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotPresent => "no mapping",
+            Self::NotUnderstood => "an entry that is valid, but not understood",
+            Self::Denied => "no permission",
+            Self::BadTable => "a table that cannot be read",
+            Self::OutOfRange => "an address beyond the format's range",
+        })
+    }
+}
+
+impl core::error::Error for FaultKind {}
+
 /// A translation fault.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("translation fault at {at:#x}, level {level}: {kind}")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WalkFault {
     /// The input address.
     pub at: u64,
@@ -50,6 +59,14 @@ pub struct WalkFault {
     /// Why.
     pub kind: FaultKind,
 }
+
+impl fmt::Display for WalkFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "translation fault at {:#x}, level {}: {}", self.at, self.level, self.kind)
+    }
+}
+
+impl core::error::Error for WalkFault {}
 
 /// Translates input address `at` by the tables below the one at `root`, for an unprivileged access, as those of devices
 /// are by default. Limits that entries of tables set for all below them apply.

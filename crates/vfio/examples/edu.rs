@@ -181,7 +181,14 @@ pub fn drive(container: &VfioContainer, bdf: &Bdf) -> Result<(), Box<dyn Error>>
     Ok(())
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<(), Box<dyn Error>> {
     let bdf = std::env::args().nth(1).ok_or("usage: edu BDF, of a device that is bound to vfio-pci")?;
     drive(&VfioContainer::new(), &bdf.parse()?)
+}
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{}", dma::error_chain(&*error));
+        std::process::exit(1);
+    }
 }

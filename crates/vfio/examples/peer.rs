@@ -50,8 +50,15 @@ pub fn share(container: &VfioContainer, owner: &Bdf, bar: u32, other: &Bdf) -> R
     Ok(())
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let [owner, bar, other] = &*args else { return Err("usage: peer BDF BAR BDF, each bound to vfio-pci".into()) };
     share(&VfioContainer::new(), &owner.parse()?, bar.parse()?, &other.parse()?)
+}
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{}", dmalane_dma::error_chain(&*error));
+        std::process::exit(1);
+    }
 }

@@ -40,8 +40,8 @@ pub struct BackendStatus {
 
 /// The backend that would open each device that is bound to vfio-pci, and what is missing or not permitted for the
 /// others. Opens no device. `root` is the root of the machine's files, `/`.
-pub fn backends(root: &Path) -> Vec<BackendStatus> {
-    let sysfs = Sysfs::new(root);
+pub fn backends(root: impl AsRef<Path>) -> Vec<BackendStatus> {
+    let sysfs = Sysfs::new(root.as_ref());
     sysfs.bound().into_iter().map(|bdf| status(&sysfs, bdf)).collect()
 }
 
@@ -49,8 +49,8 @@ pub fn backends(root: &Path) -> Vec<BackendStatus> {
 ///
 /// # Errors
 /// [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoPermission`].
-pub fn check_iommufd(root: &Path) -> Result<(), Error> {
-    Sysfs::new(root).iommufd()
+pub fn check_iommufd(root: impl AsRef<Path>) -> Result<(), Error> {
+    Sysfs::new(root.as_ref()).iommufd()
 }
 
 fn status(sysfs: &Sysfs, bdf: Bdf) -> BackendStatus {
@@ -145,7 +145,7 @@ mod tests {
         let best = look();
         assert_eq!(best.selected, Some((Backend::Iommufd, "/dev/vfio/devices/vfio3".into())));
         assert!(best.unavailable.is_empty());
-        assert!(check_iommufd(root.path()).is_ok() && check_iommufd(&root.path().join("sys")).is_err());
+        assert!(check_iommufd(root.path()).is_ok() && check_iommufd(root.path().join("sys")).is_err());
         assert_eq!([Backend::Iommufd, Backend::Type1].map(|backend| backend.to_string()), ["iommufd", "type1"]);
 
         let members = root.path().join("sys/kernel/iommu_groups/15");

@@ -278,7 +278,7 @@ mod tests {
         let buf = AnonHeap::new().allocate(PAGE as usize).unwrap().share();
         let pinned = bus.pin(&buf.reference()).unwrap();
         let refused = bus.map(pinned, Access::READ).unwrap_err();
-        assert!(dma::error_chain(&refused).contains("modprobe vfio_iommu_type1"), "{refused}");
+        assert!(dma::error_chain(&refused).contains("before a device is opened"), "{refused}");
         assert!(bus.pin_range(&buf.reference(), 1..4096).is_err(), "not whole pages");
         assert!(buf.into_cpu().is_ok(), "no reference is left");
     }

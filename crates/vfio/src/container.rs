@@ -268,8 +268,8 @@ impl Registrar for VfioContainer {
     /// Each of the list counts as one mapping towards the kernel's limit ([`VfioContainer::mappings_left`]).
     ///
     /// # Errors
-    /// [`Error`] by cause, such as [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`] and [`Error::Iova`];
-    /// nothing stays mapped.
+    /// [`Error`] by cause, such as [`Error::Unopened`], [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`]
+    /// and [`Error::Iova`]; nothing stays mapped.
     fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
         self.map_to(None, list, access)
     }
@@ -372,7 +372,7 @@ impl Inner {
         span: Span<Iova>,
         access: Access,
     ) -> Result<(), Error> {
-        let mapped = match self.kernel.get().ok_or(Error::NoType1)? {
+        let mapped = match self.kernel.get().ok_or(Error::Unopened)? {
             // SAFETY: of the caller.
             Kernel::Type1(container) => unsafe {
                 sys::dma_map(container.as_fd(), va, span.len(), span.first(), access)
@@ -442,6 +442,17 @@ mod tests {
 
     fn span(first: u64, last: u64) -> Span<Iova> {
         Span::inclusive(Iova::new(first), Iova::new(last)).unwrap()
+    }
+
+    #[test]
+    fn nothing_is_mapped_before_a_device_is_opened() {
+        let container = VfioContainer::new();
+        let buf = dma::Heap::allocate(&dma::AnonHeap::new(), 4096).unwrap().share();
+        let pin = || container.pin(&buf.reference()).unwrap();
+        let refused = [container.map(pin(), Access::RW), container.map_at(Iova::new(0), pin(), Access::RW)];
+        for text in refused.map(|refused| dma::error_chain(&refused.unwrap_err())) {
+            assert!(text.contains("before a device is opened") && !text.contains("modprobe"), "{text}");
+        }
     }
 
     /// A file in place of a container: it refuses every request.

@@ -92,6 +92,9 @@ pub enum Error {
     /// The kernel's VFIO has no IOMMU of type 1.
     #[error("the kernel's VFIO has no type 1 IOMMU (modprobe vfio_iommu_type1)")]
     NoType1,
+    /// The container has no IOMMU yet: the first device that is opened brings it.
+    #[error("nothing can be mapped before a device is opened through this container")]
+    Unopened,
     /// The kernel refuses the IOMMU of a group or a device; without interrupt remapping a device could forge
     /// interrupts.
     #[error(

@@ -79,7 +79,7 @@ impl Iovas {
     /// Allocates IOVAs for `len` bytes of memory or of a BAR at `place`, congruent with it up to the largest page of
     /// which one fits, so that the IOMMU can use pages as large as those of the memory.
     pub(crate) fn allocate(&mut self, place: u64, len: u64) -> Result<Lease<Iova>, Error> {
-        let space = self.0.as_mut().ok_or(Error::NoType1)?;
+        let space = self.0.as_mut().ok_or(Error::Unopened)?;
         let page = space.page;
         if !len.is_multiple_of(page.bytes()) {
             return Err(RangeError::BadLength { len, page }.into());
@@ -93,7 +93,7 @@ impl Iovas {
 
     /// Takes exactly these IOVAs, be it with the page at 0.
     pub(crate) fn reserve(&mut self, span: Span<Iova>) -> Result<Lease<Iova>, Error> {
-        let space = self.0.as_mut().ok_or(Error::NoType1)?;
+        let space = self.0.as_mut().ok_or(Error::Unopened)?;
         if !span.is_aligned(space.page) {
             return Err(RangeError::BadLength { len: span.len(), page: space.page }.into());
         }
@@ -226,8 +226,8 @@ mod tests {
     fn an_iommu_that_reports_nothing() {
         let mut iovas = Iovas::default();
         assert!(iovas.is_unknown() && iovas.ranges().is_empty() && iovas.page() == PageSize::SIZE_4K);
-        assert!(matches!(iovas.allocate(0, 4096), Err(Error::NoType1)));
-        assert!(matches!(iovas.reserve(span(0, 4095)), Err(Error::NoType1)));
+        assert!(matches!(iovas.allocate(0, 4096), Err(Error::Unopened)));
+        assert!(matches!(iovas.reserve(span(0, 4095)), Err(Error::Unopened)));
         // No ranges: the first 4 GiB without the interrupts.
         iovas.update(sys::IommuInfo { page: 4096, ranges: Vec::new(), left: None });
         assert_eq!(iovas.ranges(), [span(0x1000, 0xfedf_ffff), span(0xfef0_0000, 0xffff_ffff)]);

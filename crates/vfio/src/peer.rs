@@ -52,7 +52,7 @@ impl VfioContainer {
         }
         let container = &self.0;
         let mut state = container.lock();
-        let (method, congruent) = match container.kernel.get().ok_or(Error::NoType1)? {
+        let (method, congruent) = match container.kernel.get().ok_or(Error::Unopened)? {
             Kernel::Type1(_) => ("type1", bar.address() as u64 + range.start),
             // The physical address of a BAR is a multiple of its length.
             Kernel::Iommufd(_) => ("dma-buf", bar.range().start + range.start),
@@ -163,7 +163,7 @@ fn map_bar(
     let _gate = bar.device().responding(bar.region())?;
     let va = bar.address() + start as usize;
     let began = Instant::now();
-    let kernel = container.kernel.get().ok_or(Error::NoType1)?;
+    let kernel = container.kernel.get().ok_or(Error::Unopened)?;
     match kernel {
         // SAFETY: memory of the BAR, as was checked above, to which nobody has references (`BarMemory`). The kernel
         // pins it, so that it stays the device's even if the BAR is unmapped here.

@@ -987,7 +987,7 @@ fn the_examples_run() {
 #[test]
 fn a_container_selects_the_preferred_backend() {
     let bdf = edus()[0];
-    let all = backends(Path::new("/"));
+    let all = backends("/");
     assert!(all.len() >= 2, "{all:?}");
     let here = all.iter().find(|status| status.bdf == bdf).unwrap();
     println!("{here:?}");

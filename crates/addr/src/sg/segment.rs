@@ -1,6 +1,6 @@
 //! Segments, and why a list of them was refused.
 
-use thiserror::Error;
+use core::fmt;
 
 use crate::Address;
 
@@ -24,11 +24,10 @@ pub struct SegmentAt<A> {
 }
 
 /// Why an index could not be built.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum SgError<A: Address> {
     /// A segment reaches beyond the end of its address space.
-    #[error("a segment of {len} bytes at {addr} reaches beyond the end of the address space")]
     Wraps {
         /// Address of the segment.
         addr: A,
@@ -36,12 +35,24 @@ pub enum SgError<A: Address> {
         len: u64,
     },
     /// The buffer would be longer than 2^64 - 1 bytes.
-    #[error("the segments are longer than 2^64 - 1 bytes together")]
     TooLong,
     /// The host is out of memory.
-    #[error("no memory for a scatter-gather list of {segments} segments")]
     NoMemory {
         /// Segments there are, or there were until then.
         segments: usize,
     },
 }
+
+impl<A: Address> fmt::Display for SgError<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Wraps { addr, len } => {
+                write!(f, "a segment of {len} bytes at {addr} reaches beyond the end of the address space")
+            }
+            Self::TooLong => f.write_str("the segments are longer than 2^64 - 1 bytes together"),
+            Self::NoMemory { segments } => write!(f, "no memory for a scatter-gather list of {segments} segments"),
+        }
+    }
+}
+
+impl<A: Address> core::error::Error for SgError<A> {}

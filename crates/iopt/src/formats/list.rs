@@ -179,12 +179,21 @@ impl fmt::Display for FormatId {
 
 /// No page-table format has this name.
 #[cfg(feature = "alloc")]
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("the page-table format {name:?} is unknown")]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnknownFormat {
     /// The name that was asked for.
     pub name: alloc::string::String,
 }
+
+#[cfg(feature = "alloc")]
+impl fmt::Display for UnknownFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the page-table format {:?} is unknown", self.name)
+    }
+}
+
+#[cfg(feature = "alloc")]
+impl core::error::Error for UnknownFormat {}
 
 #[cfg(feature = "alloc")]
 impl core::str::FromStr for FormatId {

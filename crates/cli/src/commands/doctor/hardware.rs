@@ -35,12 +35,12 @@ pub fn vfio(probe: &Probe) -> Check {
         "drives a PCI device from user space: by iommufd and the device's own file, else by container and group \
         (type 1)",
     );
-    let backends = vfio::backends(&probe.place("/"));
+    let backends = vfio::backends(probe.place("/"));
     if backends.is_empty() {
         let path = "/dev/vfio/vfio";
         return match probe.node(path) {
             NodeState::Open => {
-                let iommufd = vfio::check_iommufd(&probe.place("/"));
+                let iommufd = vfio::check_iommufd(probe.place("/"));
                 let iommufd =
                     iommufd.map_or_else(|why| format!("no iommufd: {}", error_chain(&why)), |()| "iommufd".to_owned());
                 subject.ok(format!("{path} and {iommufd}; no device is bound to vfio-pci"))
