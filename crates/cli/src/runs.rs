@@ -28,9 +28,10 @@ use crate::timeline::{self, TimelineOptions};
 
 /// The meaning of the stages' columns.
 const MEANING: &str = "busy: time with work under way in the stage; stages overlap. wall: time in which a worker only \
-                       worked on the stage or waited for it, summed over the workers. -: less than 1 MiB moved. \
-                       disturbed: the reference was exceeded by more than 20 %, so the machine was busy when it was \
-                       measured.";
+                       worked on the stage or waited for it, summed over the workers. -: less than 1 MiB moved.";
+/// The meaning of those about references.
+const OF_REFERENCES: &str = " disturbed: the reference was exceeded by more than 20 %, so the machine was busy when it \
+                             was measured.";
 
 /// A reference that is exceeded by as much was measured while the machine did something else.
 const DISTURBED: f64 = 1.2;
@@ -314,7 +315,9 @@ impl MeasuredRuns {
     /// The meaning of the stages' columns, and where the time of the whole command went, for `--verbose`.
     pub fn meaning(&self) -> String {
         let reads = self.stages.iter().find(|s| s.report.stage == Stage::Read).map_or(0, |s| s.report.in_flight);
-        let meaning = format!("{MEANING} Reads in flight at once, at most: {reads}.");
+        let referred = self.stages.iter().any(|s| s.reference.is_some());
+        let references = if referred { OF_REFERENCES } else { "" };
+        let meaning = format!("{MEANING}{references} Reads in flight at once, at most: {reads}.");
         format!("\n{}{}", wrap(&meaning, 0), progress::whole_time())
     }
 

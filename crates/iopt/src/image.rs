@@ -25,6 +25,7 @@ use crate::{Error, Format, FormatId, NamedAddr, Registers, TableShape};
 #[derive(Debug)]
 pub struct TableImage {
     format: FormatId,
+    entries: Entries,
     base: u64,
     limit: u64,
     bytes: Vec<u8>,
@@ -51,7 +52,8 @@ impl TableImage {
         }
         let (base, bytes, last) = (base.bits(), Vec::new(), Default::default());
         let (tables, mapped) = (BTreeMap::new(), BTreeMap::new());
-        let mut image = Self { format, base, limit, bytes, tables, last, mapped, leaves: [0; 64] };
+        let entries = with_format!(format, F => Entries::of::<F>());
+        let mut image = Self { format, entries, base, limit, bytes, tables, last, mapped, leaves: [0; 64] };
         image.allocate(root, 0)?;
         Ok(image)
     }
@@ -73,11 +75,11 @@ impl TableImage {
             if let Some(taken) = taken.filter(|taken| *taken - at < 1 << log2) {
                 return Err(Error::Overlap { at: NamedAddr::of(Iova::new(taken)) });
             }
-            let level = with_format!(self.format, F => level_of::<F>(log2));
-            let (table, page) = (self.table_for(at, level)?, self.shift(level));
+            let level = (self.entries.level)(log2);
+            let (table, page) = (self.table_for(at, level)?, (self.entries.shift)(level));
             for offset in (0..1 << (log2 - page)).map(|entry| entry << page) {
                 let kind = Kind { level, group: log2 > page };
-                let entry = with_format!(self.format, F => encode_leaf::<F>(kind, out + offset, access));
+                let entry = (self.entries.leaf)(kind, out + offset, access);
                 self.store(table, level, at + offset, entry);
             }
             self.leaves[log2 as usize] += 1;
@@ -91,7 +93,7 @@ impl TableImage {
         if level == 0 {
             return Ok(0);
         }
-        let key = (level, at >> self.shift(level - 1));
+        let key = (level, at >> (self.entries.shift)(level - 1));
         if self.last.0 != key {
             let found = self.tables.get(&key).copied();
             self.last = (key, found.map_or_else(|| self.add_table(key, at), Ok)?);
@@ -104,7 +106,7 @@ impl TableImage {
         let above = self.table_for(at, key.0 - 1)?;
         let table = self.allocate(self.format.table_shape().table, at)?;
         let next = self.base + table as u64;
-        self.store(above, key.0 - 1, at, with_format!(self.format, F => F::encode_table(key.0 - 1, next)));
+        self.store(above, key.0 - 1, at, (self.entries.table)(key.0 - 1, next));
         self.tables.insert(key, table);
         Ok(table)
     }
@@ -120,13 +122,9 @@ impl TableImage {
     }
 
     fn store(&mut self, table: usize, level: u32, at: u64, entry: u64) {
-        let (index, bytes) = with_format!(self.format, F => (index::<F>(at, level), F::ENTRY_BYTES as usize));
-        let first = table + index * bytes;
+        let bytes = self.entries.bytes;
+        let first = table + (self.entries.index)(at, level) * bytes;
         self.bytes[first..first + bytes].copy_from_slice(&entry.to_le_bytes()[..bytes]);
-    }
-
-    fn shift(&self, level: u32) -> u32 {
-        with_format!(self.format, F => shift::<F>(level))
     }
 
     /// The tables, to be found at the base.
@@ -150,6 +148,34 @@ impl TableImage {
     }
 }
 
+/// The entries of a format.
+#[derive(Debug)]
+struct Entries {
+    bytes: usize,
+    /// The level of a leaf of this size, as a logarithm.
+    level: fn(u32) -> u32,
+    shift: fn(u32) -> u32,
+    index: fn(u64, u32) -> usize,
+    table: fn(u32, u64) -> u64,
+    leaf: fn(Kind, u64, Access) -> u64,
+}
+
+impl Entries {
+    fn of<F: Format>() -> Self {
+        Self {
+            bytes: F::ENTRY_BYTES as usize,
+            level: |log2| F::LEVELS - 1 - (log2 - u32::from(F::GRANULE.log2())) / F::INDEX_BITS,
+            shift: shift::<F>,
+            index: index::<F>,
+            table: F::encode_table,
+            leaf: |kind, out, access| match kind.group {
+                true => F::encode_member(kind.level, out, access),
+                false => F::encode_leaf(kind.level, out, access),
+            },
+        }
+    }
+}
+
 fn check<F: Format>(at: Iova, to: PhysAddr, len: u64, access: Access) -> Result<(), Error> {
     if !F::supports(access) {
         return Err(Error::Unsupported { access, format: F::NAME });
@@ -157,13 +183,4 @@ fn check<F: Format>(at: Iova, to: PhysAddr, len: u64, access: Access) -> Result<
     check_start::<F, _>(at, input_len::<F>())?;
     checked::<F, _>(Segment { addr: to, len }).map_err(bad_segment::<F, _>)?;
     check_room::<Iova>(at.bits(), len, input_len::<F>())
-}
-
-/// The level of a leaf of this size.
-fn level_of<F: Format>(log2: u32) -> u32 {
-    F::LEVELS - 1 - (log2 - u32::from(F::GRANULE.log2())) / F::INDEX_BITS
-}
-
-fn encode_leaf<F: Format>(kind: Kind, out: u64, access: Access) -> u64 {
-    if kind.group { F::encode_member(kind.level, out, access) } else { F::encode_leaf(kind.level, out, access) }
 }

@@ -156,7 +156,7 @@ impl Kept {
             })
         };
         output::tell(self.json, object, || {
-            let mut table = Table::new("<<>>><<", ["name", "in", "size", "files", "attaches", "in use", "hash"]);
+            let mut table = Table::new("<<>>><<", ["name", "in", "size", "files", "attaches", "used", "hash"]);
             for model in models {
                 table.row([
                     plain(&model.name),

@@ -12,7 +12,10 @@ use super::wire::KeepRefusal;
 #[non_exhaustive]
 pub enum KeepError {
     /// No keeper answers.
-    #[error("no keeper answers at {} (dmalaned keep starts one)", path.display())]
+    #[error("no keeper answers at {} ({})", path.display(), match source.kind() {
+        std::io::ErrorKind::PermissionDenied => "does its --mode let this user connect?",
+        _ => "dmalaned keep starts one",
+    })]
     NoKeeper {
         /// Its socket.
         path: PathBuf,
