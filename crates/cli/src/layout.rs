@@ -54,9 +54,8 @@ pub fn wrap(text: &str, indent: usize) -> String {
     wrap_to(text, indent, columns())
 }
 
-/// The lines of a message for stderr, no wider than the terminal that shows it, or elsewhere as the environment says: in
-/// a pipe each cause is in one line. Text in backquotes, a command to be copied, stays on
-/// one line.
+/// The lines of a message for stderr, no wider than the terminal that shows it, or elsewhere as the environment says:
+/// each cause in a line. Text in backquotes, a command to be copied, stays on one line.
 pub fn wrap_message(text: &str) -> String {
     let columns = match width(&stderr()) {
         Some(columns) => columns.min(WIDEST),
