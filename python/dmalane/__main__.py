@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -18,16 +19,19 @@ PROGRAM = (
     "the full command line is a program in Rust: from the archive of a release, or in a clone of dmalane by "
     "`cargo install --path crates/cli`"
 )
+# Set where one program has handed a command to the other.
+HANDED_OVER = "_DMALANE_PROGRAM"
 
 
 def full_program() -> str | None:
     """The program in Rust, of the same name, where it is in PATH: behind this one in an environment that is active."""
-    for folder in os.get_exec_path():
+    for folder in filter(os.path.isabs, os.get_exec_path()):
         path = os.path.join(folder, "dmalane")
         try:
-            with open(path, "rb") as file:
-                if file.read(4) == b"\x7fELF" and os.access(path, os.X_OK):
-                    return path
+            if os.path.isfile(path) and os.access(path, os.X_OK):
+                with open(path, "rb") as file:
+                    if file.read(4) == b"\x7fELF":
+                        return path
         except OSError:
             continue
     return None
@@ -83,8 +87,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] == ["compare"]:
         return compare(words[1:])
     if words and not words[0].startswith("-") and words[0] not in ("inspect", "manifest", "verify"):
-        if program := full_program():
-            os.execv(program, [program, *words])
+        # Once: an executable may be a wrapper of this program.
+        if (program := full_program()) and os.environ.get(HANDED_OVER) != program:
+            with contextlib.suppress(OSError):
+                os.execve(program, [program, *words], {**os.environ, HANDED_OVER: program})
         print(f"dmalane: the Python package has no command {words[0]!r}; {PROGRAM}", file=sys.stderr)
         return 2
     options = parser().parse_args(words)

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use dmalane_daemon::Listener;
+use dmalane_daemon::{Listener, pass_rights};
 use dmalane_dma::{receive_with_fds, send_with_fds};
 use dmalane_load::Error;
 use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, MAX_FDS, MAX_MESSAGE, Message, VERSION, parse};
@@ -21,7 +21,7 @@ use thiserror::Error;
 use crate::close::Closers;
 use crate::config::KeeperConfig;
 use crate::shelf::{Checked, Kept, Refused, Shelf, described};
-use crate::store::Store;
+use crate::store::{Store, Stored};
 
 /// How long nothing is accepted where that fails for lack of descriptors.
 const FAILED_REST: Duration = Duration::from_millis(250);
@@ -115,9 +115,20 @@ impl Keeper {
         let (found, is_all) = store.take_back();
         if !is_all {
             (self.log)("warning: whoever holds models has not told of all of them");
+            // Numbers that none of those has which are not known.
+            self.last = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() << 16);
         }
         self.store = store;
+        self.take_in(found);
+        self
+    }
+
+    /// Adds models that the store has, but those that are here.
+    fn take_in(&mut self, found: Vec<Stored>) {
         for (number, user, fds) in found {
+            if self.shelf.models.iter().any(|kept| kept.number == number) {
+                continue;
+            }
             self.last = self.last.max(number);
             match described(&fds) {
                 Ok(described) => {
@@ -132,7 +143,6 @@ impl Keeper {
                 }
             }
         }
-        self
     }
 
     /// Serves until `stop` becomes readable. Models that nobody has attached to are gone then; where its other end was
@@ -143,6 +153,7 @@ impl Keeper {
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), KeeperError> {
         let socket = listener.socket();
         rustix::io::ioctl_fionbio(socket, true)?;
+        pass_rights(socket, true);
         let mut rest = None::<Instant>;
         loop {
             rest = rest.filter(|until| Instant::now() < *until);
@@ -201,13 +212,20 @@ impl Keeper {
         let is_new = self.replaced.is_some_and(|at| at.elapsed() < IDLE);
         self.replaced = Some(Instant::now());
         let replaced = if is_new { Err(std::io::Error::other("it ends at once")) } else { self.store.replace() };
-        if let Err(e) = replaced {
-            (self.log)(&format!("warning: the process that holds models is gone; they end with this keeper: {e}"));
-            self.store = Store::None;
-            return;
+        match replaced {
+            Ok(found) => {
+                // It may be the same one, which this keeper had given up.
+                let has: Vec<u64> = found.iter().map(|(number, ..)| *number).collect();
+                let missing = self.shelf.models.iter().filter(|kept| !has.contains(&kept.number));
+                missing.for_each(|kept| self.store.put(kept.number, kept.user, &kept.fds));
+                self.take_in(found);
+                (self.log)("warning: the process that holds models was gone; another one has them");
+            }
+            Err(e) => {
+                (self.log)(&format!("warning: the process that holds models is gone; they end with this keeper: {e}"));
+                self.store = Store::None;
+            }
         }
-        (self.log)("warning: the process that holds models was gone; another one has them");
-        self.shelf.models.iter().for_each(|kept| self.store.put(kept.number, kept.user, &kept.fds));
     }
 
     fn accept(&mut self, listener: BorrowedFd<'_>) -> Result<(), Errno> {
@@ -269,7 +287,7 @@ impl Keeper {
                     self.keep(number)
                 }
             }
-            Ok(KeeperAsk::Attach { name, from }) => self.attach(user, &name, from),
+            Ok(KeeperAsk::Attach { name, from, on_device }) => self.attach(user, &name, from, on_device),
             Ok(KeeperAsk::Room { bytes }) => self.room(number, bytes),
             Ok(KeeperAsk::Drop { name }) => self.drop_model(user, &name),
             Ok(KeeperAsk::List) => {
@@ -290,8 +308,14 @@ impl Keeper {
         send_with_fds(socket, &text, &lent, SendFlags::DONTWAIT).is_ok() && goes_on
     }
 
-    fn attach(&mut self, user: u32, name: &str, from: usize) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
-        let found = self.shelf.find(user, name).inspect_err(|_| self.shelf.misses += 1)?;
+    fn attach(
+        &mut self,
+        user: u32,
+        name: &str,
+        from: usize,
+        on_device: bool,
+    ) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
+        let found = self.shelf.find(user, name, on_device).inspect_err(|_| self.shelf.misses += 1)?;
         let kept = &mut self.shelf.models[found];
         if kept.user != user && kept.checked != Checked::Here {
             return Err((KeepRefusal::Checking, format!("{name:?} is being compared with its manifest")));
@@ -351,6 +375,12 @@ impl Keeper {
                 return Err((KeepRefusal::Bad, why));
             }
         };
+        if model.device.is_some() && user != rustix::process::geteuid().as_raw() {
+            self.closers.close(user, fds);
+            // What such a descriptor is cannot be asked, and to close it may take any time.
+            let why = "a keeper keeps memory of a device for its own user alone";
+            return Err((KeepRefusal::Bad, why.to_owned()));
+        }
         if bytes > promised
             && let Err(refused) = self.room(number, bytes)
         {
@@ -377,7 +407,10 @@ impl Keeper {
             self.store.put(number, user, &fds);
         }
         // Of two the later one stays, also where a keeper ended between these lines.
-        let same = |kept: &mut Kept| kept.user == user && kept.model.name == model.name;
+        let (named, on_device) = (&model.name, model.device.is_some());
+        let same = |kept: &mut Kept| {
+            kept.user == user && kept.model.name == *named && kept.model.device.is_some() == on_device
+        };
         let before: Vec<Kept> = self.shelf.models.extract_if(.., same).collect();
         before.into_iter().for_each(|kept| self.release(kept));
         // Nobody can have changed what is sealed; but who says so may be another user, or a process that held it.
@@ -439,13 +472,16 @@ impl Keeper {
     }
 
     fn drop_model(&mut self, user: u32, name: &str) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
-        let found = self.shelf.find(user, name)?;
+        let found = self.shelf.find(user, name, false)?;
         if self.shelf.models[found].user != user {
             return Err((KeepRefusal::Absent, format!("{name:?} is another user's")));
         }
-        let kept = self.shelf.models.remove(found);
-        (self.log)(&format!("drops {:?} of user {user}", kept.model.name));
-        self.release(kept);
+        // With it the one of its name that is in other memory.
+        let named = self.shelf.models[found].model.name.clone();
+        let is_it = |kept: &mut Kept| kept.user == user && kept.model.name == named;
+        let dropped: Vec<Kept> = self.shelf.models.extract_if(.., is_it).collect();
+        (self.log)(&format!("drops {named:?} of user {user}"));
+        dropped.into_iter().for_each(|kept| self.release(kept));
         Ok((KeeperAnswer::Done, Vec::new()))
     }
 }

@@ -127,8 +127,8 @@ impl Shelf {
     }
 
     /// Which model a user means: one of its own by name, else by the beginning of its hash, or another user's by
-    /// `USER:NAME` if it is shared.
-    pub(crate) fn find(&self, user: u32, name: &str) -> Result<usize, Refused> {
+    /// `USER:NAME` if it is shared. One of a name may be in the host's memory and another one `on_device`.
+    pub(crate) fn find(&self, user: u32, name: &str, on_device: bool) -> Result<usize, Refused> {
         let absent = |why: String| (KeepRefusal::Absent, why);
         if let Some((owner, name)) = name.split_once(':') {
             let owner: u32 = owner.parse().map_err(|_| absent(format!("{owner:?} is not the number of a user")))?;
@@ -137,12 +137,14 @@ impl Shelf {
             return found.ok_or_else(|| absent(format!("user {owner} shares no model {name:?}")));
         }
         let own = |(_, kept): &(usize, &Kept)| kept.user == user;
-        let mut named = self.models.iter().enumerate().filter(own);
-        if let Some((found, _)) = named.find(|(_, kept)| kept.model.name == name) {
+        let is_other = |(_, kept): &(usize, &Kept)| kept.model.device.is_some() != on_device;
+        let named = self.models.iter().enumerate().filter(own).filter(|(_, kept)| kept.model.name == name);
+        if let Some((found, _)) = named.min_by_key(is_other) {
             return Ok(found);
         }
         let begins = |(_, kept): &(usize, &Kept)| name.len() >= SHORTEST_HASH && kept.model.id.starts_with(name);
-        let hashed: Vec<(usize, &Kept)> = self.models.iter().enumerate().filter(own).filter(begins).collect();
+        let mut hashed: Vec<(usize, &Kept)> = self.models.iter().enumerate().filter(own).filter(begins).collect();
+        hashed.sort_by_key(is_other);
         if let [(first, one), others @ ..] = &hashed[..] {
             // Models of one hash are the same, under several names.
             return match others.iter().all(|(_, kept)| kept.model.id == one.model.id) {

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use dmalane_daemon::Listener;
+use dmalane_daemon::{Listener, pass_rights};
 use dmalane_dma::{receive_with_fds, send_with_fds};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
@@ -35,6 +35,9 @@ pub enum Store {
     /// A process that holds them, and the way to start another one.
     Holder(OwnedFd, Holder),
 }
+
+/// A model that is held: its number, its user, its descriptors.
+pub(crate) type Stored = (u64, u32, Vec<OwnedFd>);
 
 /// The way to a process that holds descriptors.
 #[derive(Clone, Debug)]
@@ -107,17 +110,18 @@ impl Store {
         }
     }
 
-    /// Another process in place of one that is gone, which holds nothing yet; none where it cannot be started.
-    pub(crate) fn replace(&mut self) -> std::io::Result<()> {
-        let Self::Holder(_, holder) = std::mem::replace(self, Self::None) else { return Ok(()) };
+    /// Another process in place of one that is gone, and what it holds; none where it cannot be started.
+    pub(crate) fn replace(&mut self) -> std::io::Result<Vec<Stored>> {
+        let Self::Holder(_, holder) = std::mem::replace(self, Self::None) else { return Ok(Vec::new()) };
         let begun = std::time::Instant::now();
         loop {
             let mut store = Self::of_holder(holder.clone())?;
             // One that is ending may still have accepted a connection, and does not answer.
-            if store.take_back().1 {
+            if let (found, true) = store.take_back() {
                 *self = store;
-                return Ok(());
+                return Ok(found);
             }
+            std::thread::sleep(Duration::from_millis(5));
             if begun.elapsed() > TIMEOUT {
                 return Err(std::io::Error::other("it does not answer"));
             }
@@ -168,7 +172,7 @@ impl Store {
     }
 
     /// The models that are there, each with its number and its user, and whether these are all. They stay there.
-    pub(crate) fn take_back(&mut self) -> (Vec<(u64, u32, Vec<OwnedFd>)>, bool) {
+    pub(crate) fn take_back(&mut self) -> (Vec<Stored>, bool) {
         let mut is_all = true;
         let found = match self {
             Self::None => Vec::new(),
@@ -229,6 +233,7 @@ fn next(socket: &OwnedFd) -> Option<(String, Option<OwnedFd>)> {
 /// The kernel's.
 pub fn hold(listener: &Listener) -> std::io::Result<()> {
     let socket = listener.socket();
+    pass_rights(socket, true);
     let mut held: Vec<(String, OwnedFd)> = Vec::new();
     loop {
         let keeper = match accept_with(socket, SocketFlags::CLOEXEC) {

@@ -604,7 +604,17 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
     }
     assert_eq!(served.names(), ["on-gpu", "host2"]);
     end.write_all(b"x").unwrap();
+    // One of the same name in the host's memory is another one, and is dropped with it.
+    let path = served.sample("host", 1 << 20, 3);
+    let again = || {
+        let options = KeepOptions { socket: Some(served.socket()), name: Some("on-gpu".into()), ..Default::default() };
+        kept::attach_or_keep([&path], &options, |_| ControlFlow::Continue(())).unwrap()
+    };
+    assert_eq!((again().model.device, again().model.name), (None, "on-gpu".to_owned()));
+    assert_eq!(served.names().iter().filter(|name| *name == "on-gpu").count(), 2);
+    end.write_all(b"x").unwrap();
     client.drop_model("on-gpu").unwrap();
+    assert_eq!(served.names(), Vec::<String>::new());
     let begun = Instant::now();
     while end.write_all(b"x").is_ok() {
         assert!(begun.elapsed() < Duration::from_secs(60), "it is closed");

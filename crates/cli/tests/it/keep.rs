@@ -223,6 +223,20 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
 }
 
 #[test]
+fn an_array_by_columns_is_not_kept_on_a_gpu() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+    let head = "{'descr': '|u1', 'fortran_order': True, 'shape': (2, 3), }";
+    let mut array = b"\x93NUMPY\x01\x00".to_vec();
+    array.extend(118_u16.to_le_bytes());
+    array.extend(format!("{head:<117}\n").bytes().chain(0..6));
+    std::fs::write(keeping.at("a.npy"), array).unwrap();
+    let output = keeping.command(&["keep", "a.npy", "-d", "cuda:0"]).env("DMALANE_CUDA_LIB", fake.path()).output();
+    let says = String::from_utf8(output.unwrap().stderr).unwrap();
+    assert!(says.contains("a.npy") && says.contains("by columns"), "{says}");
+    fake.assert_clean("an array by columns");
+}
+
+#[test]
 fn what_an_index_leaves_out_is_not_attached_to_on_a_gpu() {
     let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
     let folder = keeping.at("model");

@@ -134,7 +134,8 @@ impl Context {
 
     /// A dma-buf of device memory, whole pages of the host.
     pub(crate) fn dma_buf(&self, at: u64, len: u64) -> Result<OwnedFd, Error> {
-        check(&self.mapped(), DeviceAddr::Card(CardAddr::new(at)), len, false).map_err(Error::NotAllocated)?;
+        // Who imports it may write.
+        check(&self.mapped(), DeviceAddr::Card(CardAddr::new(at)), len, true).map_err(Error::NotAllocated)?;
         let (driver, _current) = (self.driver, self.current()?);
         let mut fd: c_int = -1;
         // 1: CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD.

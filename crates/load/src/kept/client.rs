@@ -172,16 +172,16 @@ impl KeeperClient {
     /// # Errors
     /// [`KeepError`].
     pub fn attach(&self, name: &str) -> Result<Attached, KeepError> {
-        Attached::new(self.lent(name)?)
+        Attached::new(self.lent(name, false)?)
     }
 
     /// The descriptors of a model: its description, its manifest, and its memory.
-    pub(super) fn lent(&self, name: &str) -> Result<Vec<OwnedFd>, KeepError> {
+    pub(super) fn lent(&self, name: &str, on_device: bool) -> Result<Vec<OwnedFd>, KeepError> {
         let bad = |why: String| KeepError::Bad { what: format!("{PREFIX}{name}"), why };
         let name = name.strip_prefix(PREFIX).unwrap_or(name);
         let (begun, mut all, mut of_model) = (Instant::now(), Vec::new(), None);
         loop {
-            let ask = KeeperAsk::Attach { name: name.to_owned(), from: all.len() };
+            let ask = KeeperAsk::Attach { name: name.to_owned(), from: all.len(), on_device };
             match self.ask(&ask, &[]) {
                 // Another model has the name by now: all that came is of the one before.
                 Ok((KeeperAnswer::Lent { number, .. }, _)) if of_model.is_some_and(|before| before != number) => {

@@ -142,7 +142,7 @@ pub fn attach_or_keep<P: AsRef<Path>>(
     let files = open(&paths)?;
     let attach = |name: &str| match keeper.attach(name) {
         Ok(lent) => options.accept(lent, &files),
-        Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) => Ok(None),
+        Err(KeepError::Refused { kind: KeepRefusal::Absent, .. } | KeepError::Elsewhere { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     };
     if let Some(lent) = attach(&name)? {
@@ -225,6 +225,8 @@ fn keep_files(
     // In pages, with the texts beside them.
     let names = files.iter().filter_map(|file| file.listed.as_ref()).flat_map(|names| names.iter());
     let texts = manifest.to_json().len() + names.map(|name| name.len() + 8).sum::<usize>() + files.len() * 1024;
+    // Hashes, and places in memory of a device.
+    let texts = texts + manifest.files.iter().map(|file| file.regions.len()).sum::<usize>() * 128;
     // Memory of a device is not the keeper's.
     let in_memory = if device.is_none() { &lens[..] } else { &[] };
     let bytes = in_memory.iter().fold((texts as u64).saturating_add(TEXTS), |sum, len| {
@@ -304,6 +306,12 @@ fn onto_device(
     mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<Memory, Error> {
     let lending = device.lending().map_err(cannot_lend)?;
+    for file in files {
+        if file.model()?.by_columns {
+            let why = "its array is stored by columns, which no device has".to_owned();
+            return Err(KeepError::Bad { what: file.path.display().to_string(), why }.into());
+        }
+    }
     let mut inputs = open_inputs(files.iter().map(OpenFile::again).collect(), FileOptions::for_mode(mode))?;
     let stop = Arc::new(AtomicBool::new(false));
     let mut progress = |len| {

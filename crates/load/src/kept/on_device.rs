@@ -23,7 +23,7 @@ impl KeeperClient {
     pub fn attach_onto(&self, name: &str, device: &mut OpenDevice, verify: bool) -> Result<Loaded, Error> {
         device.check_process()?;
         let bad = |why: &str| KeepError::Bad { what: format!("{PREFIX}{name}"), why: why.to_owned() };
-        let mut fds = self.lent(name)?.into_iter();
+        let mut fds = self.lent(name, true)?.into_iter();
         let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description"))?;
         let model = KeptModel::read(&first)?;
         let failed = |source| KeepError::Device { what: "take memory of the device", source };

@@ -29,6 +29,9 @@ pub enum KeeperAsk {
         name: String,
         /// The first descriptor that is wanted.
         from: usize,
+        /// Rather the one in memory of a device, where there is one of this name there and one in the host's.
+        #[serde(default)]
+        on_device: bool,
     },
     /// Makes room for a model, which stays this connection's until it is kept or the connection ends.
     Room {

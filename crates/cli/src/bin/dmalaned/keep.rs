@@ -68,6 +68,12 @@ impl Keep {
     /// Keeps until the process is terminated.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Self { models, socket, mode, .. } = self;
+        let has = rustix::system::sysinfo();
+        let has = (has.totalram as u64).saturating_mul(has.mem_unit.into());
+        if let Some(memory) = self.memory.map(Size::bytes).filter(|memory| *memory > has) {
+            let (memory, has) = (binary(memory), binary(has));
+            return Err(Failure::usage(format!("--memory: this machine has {has} of memory, and not {memory}")));
+        }
         // Before anything else is opened: these have numbers.
         let passed = inherited();
         let descriptors = system::raise_file_limit().and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX);
@@ -99,12 +105,6 @@ impl Keep {
         let half = || room().map(|room| room.bytes.saturating_add(keeper.bytes()) / 2);
         let no_limit = || Failure::usage("the kernel does not say how much memory is free: --memory says how much");
         let memory = self.memory.map(Size::bytes).or_else(half).ok_or_else(no_limit)?;
-        let has = rustix::system::sysinfo();
-        let has = (has.totalram as u64).saturating_mul(has.mem_unit.into());
-        if memory > has {
-            let (memory, has) = (binary(memory), binary(has));
-            return Err(Failure::usage(format!("--memory: this machine has {has} of memory, and not {memory}")));
-        }
         keeper.limit(memory);
         say(&format!("keeps up to {} at {}", binary(memory), socket.display()));
         system::notify("READY=1");
@@ -146,7 +146,7 @@ fn store(socket: &Path, passed: Vec<(String, OwnedFd)>) -> Result<Store, Failure
         return Ok(store);
     }
     let start: fn(&Path) -> std::io::Result<()> = |path| {
-        let mut holder = Command::new(std::env::current_exe()?);
+        let mut holder = Command::new("/proc/self/exe");
         holder.arg("hold").arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // Not interrupted with this process by a terminal.
         let mut holder = holder.process_group(0).spawn()?;
