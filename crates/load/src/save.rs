@@ -304,10 +304,7 @@ impl<'a> Saving<'a> {
         let file = tempfile::Builder::new().prefix(&prefix).permissions(mode).tempfile_in(target.in_folder(""));
         // It names a file of which nobody knows.
         let file =
-            file.map_err(|e| match e.get_ref().and_then(|named| named.source()?.downcast_ref::<io::Error>()) {
-                Some(cause) => io::Error::new(e.kind(), format!("no file can be made beside it: {cause}")),
-                None => e,
-            })?;
+            file.map_err(|e| io::Error::new(e.kind(), format!("no file can be made beside it: {}", e.kind())))?;
         if let Some(old) = &target.old {
             // Only root may give files away; who may not keeps what is his, in the file's group if it is one of his.
             let _ = fchown(&file, Some(old.st_uid), None);
