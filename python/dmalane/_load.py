@@ -14,7 +14,7 @@ from ._lend import safe_open
 from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
 from ._onto import Gpu, Pinned
-from .errors import UnknownTensorError
+from .errors import KeptError, UnknownTensorError
 
 
 @overload
@@ -118,10 +118,13 @@ def attach(
     verify: compare the bytes with the model's manifest first, which reads all of them.
     """
     convert, files = converter(framework), Files.attached(name, verify, not on_cpu(device))
-    if files is None:
-        if framework not in ("numpy", "np"):
+    if files is None and framework not in ("numpy", "np"):
+        try:
+            files = Files.attached(name, verify, False)
+        except KeptError as error:
             why = "a model in memory of a GPU gives DeviceTensors, so leave framework out"
-            raise ValueError(f"framework={framework!r}: {why}")
+            raise ValueError(f"framework={framework!r}: {why}") from error
+    if files is None:
         on = device if isinstance(device, Device) else Device(device_name(device))
         return {tensor.name: tensor for tensor in on.attach(name, verify)}
     if on_cpu(device):

@@ -127,10 +127,18 @@ impl Keeper {
     fn take_in(&mut self, found: Vec<Stored>) {
         for (number, user, fds) in found {
             if self.shelf.models.iter().any(|kept| kept.number == number) {
+                self.closers.close(user, fds);
                 continue;
             }
             self.last = self.last.max(number);
             match described(&fds) {
+                // A later one has its name.
+                Ok((model, _))
+                    if self.shelf.models.iter().any(|kept| kept.number > number && kept.is(user, &model)) =>
+                {
+                    self.store.remove(number, user, fds.len());
+                    self.closers.close(user, fds);
+                }
                 Ok(described) => {
                     let name = self.shelve(user, fds, described, Some(number));
                     (self.log)(&format!("took back {name:?} of user {user}"));
@@ -214,10 +222,11 @@ impl Keeper {
         let replaced = if is_new { Err(std::io::Error::other("it ends at once")) } else { self.store.replace() };
         match replaced {
             Ok(found) => {
-                // It may be the same one, which this keeper had given up.
-                let has: Vec<u64> = found.iter().map(|(number, ..)| *number).collect();
-                let missing = self.shelf.models.iter().filter(|kept| !has.contains(&kept.number));
-                missing.for_each(|kept| self.store.put(kept.number, kept.user, &kept.fds));
+                for kept in &self.shelf.models {
+                    // It may be the same one, which this keeper had given up and which has it, or a part of it.
+                    self.store.remove(kept.number, kept.user, kept.fds.len());
+                    self.store.put(kept.number, kept.user, &kept.fds);
+                }
                 self.take_in(found);
                 (self.log)("warning: the process that holds models was gone; another one has them");
             }
@@ -240,6 +249,7 @@ impl Keeper {
             self.closers.close(user, vec![socket]);
             return Ok(());
         }
+        pass_rights(&socket, true);
         self.last += 1;
         let connection = Connection { socket, user, promised: 0, parts: Vec::new(), asked: Instant::now() };
         self.connections.insert(self.last, connection);
@@ -407,10 +417,7 @@ impl Keeper {
             self.store.put(number, user, &fds);
         }
         // Of two the later one stays, also where a keeper ended between these lines.
-        let (named, on_device) = (&model.name, model.device.is_some());
-        let same = |kept: &mut Kept| {
-            kept.user == user && kept.model.name == *named && kept.model.device.is_some() == on_device
-        };
+        let same = |kept: &mut Kept| kept.is(user, &model);
         let before: Vec<Kept> = self.shelf.models.extract_if(.., same).collect();
         before.into_iter().for_each(|kept| self.release(kept));
         // Nobody can have changed what is sealed; but who says so may be another user, or a process that held it.

@@ -43,6 +43,11 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
+    /// Whether it has the place of a user's model: one of the same name, in the same kind of memory.
+    pub(crate) fn is(&self, user: u32, model: &KeptModel) -> bool {
+        self.user == user && self.model.name == model.name && self.model.device.is_some() == model.device.is_some()
+    }
+
     /// Those of its descriptors that are sealed memfds: of a model in memory of a device, only its texts.
     fn sealed(&self) -> &[OwnedFd] {
         let count = if self.model.device.is_some() { TEXTS } else { self.fds.len() };
@@ -130,14 +135,15 @@ impl Shelf {
     /// `USER:NAME` if it is shared. One of a name may be in the host's memory and another one `on_device`.
     pub(crate) fn find(&self, user: u32, name: &str, on_device: bool) -> Result<usize, Refused> {
         let absent = |why: String| (KeepRefusal::Absent, why);
+        let is_other = |(_, kept): &(usize, &Kept)| kept.model.device.is_some() != on_device;
         if let Some((owner, name)) = name.split_once(':') {
             let owner: u32 = owner.parse().map_err(|_| absent(format!("{owner:?} is not the number of a user")))?;
             let is_it = |kept: &Kept| kept.user == owner && kept.model.name == name;
-            let found = self.models.iter().position(|kept| is_it(kept) && (kept.model.shared || owner == user));
+            let lent = |(_, kept): &(usize, &Kept)| is_it(kept) && (kept.model.shared || owner == user);
+            let found = self.models.iter().enumerate().filter(lent).min_by_key(is_other).map(|(found, _)| found);
             return found.ok_or_else(|| absent(format!("user {owner} shares no model {name:?}")));
         }
         let own = |(_, kept): &(usize, &Kept)| kept.user == user;
-        let is_other = |(_, kept): &(usize, &Kept)| kept.model.device.is_some() != on_device;
         let named = self.models.iter().enumerate().filter(own).filter(|(_, kept)| kept.model.name == name);
         if let Some((found, _)) = named.min_by_key(is_other) {
             return Ok(found);

@@ -303,8 +303,11 @@ impl<'a> Saving<'a> {
         prefix.push(".dmalane-");
         let file = tempfile::Builder::new().prefix(&prefix).permissions(mode).tempfile_in(target.in_folder(""));
         // It names a file of which nobody knows.
-        let file =
-            file.map_err(|e| io::Error::new(e.kind(), format!("no file can be made beside it: {}", e.kind())))?;
+        let file = file.map_err(|e| {
+            let said = e.to_string();
+            let said = said.split(" at path ").next().unwrap_or(&said);
+            io::Error::new(e.kind(), format!("no file can be made beside it: {said}"))
+        })?;
         if let Some(old) = &target.old {
             // Only root may give files away; who may not keeps what is his, in the file's group if it is one of his.
             let _ = fchown(&file, Some(old.st_uid), None);

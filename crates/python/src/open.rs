@@ -9,7 +9,7 @@ use std::time::Duration;
 use dmalane::addr::{CardAddr, FileOffset};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job, Watch};
-use dmalane::load::kept::{self, Attached, KeepError, KeepOptions};
+use dmalane::load::kept::{self, Attached, KeepError, KeepOptions, KeeperClient, socket_path};
 use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
 use dmalane::queue::Queue;
 use dmalane::{HostModel, ModelOptions, OpenFile, Read, ReadFiles, ReadOptions};
@@ -91,7 +91,8 @@ impl Files {
     #[staticmethod]
     fn attached(py: Python<'_>, name: &str, verify: bool, on_device: bool) -> PyResult<Option<Self>> {
         let opened = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |_| -> Result<_, Failure> {
-            let lent = match kept::attach(name) {
+            let keeper = KeeperClient::connect(&socket_path()).map_err(LoadError::from)?;
+            let lent = match keeper.attach_rather(name, on_device) {
                 Err(KeepError::Elsewhere { .. }) if on_device => return Ok(None),
                 lent => lent.map_err(LoadError::from)?,
             };

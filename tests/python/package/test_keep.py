@@ -109,6 +109,7 @@ def test_memory_of_a_gpu_is_attached_to_as_it_lies(keeper, driver):
     path, tensors = model_of(keeper, 1)
     gpu, program = f"cuda:0,lib={driver.path}", driver.path.with_name("dmalane")
     subprocess.run([program, "keep", path, "-d", gpu, "-q"], check=True, capture_output=True)
+    contents = path.read_bytes()
     path.unlink()
     with pytest.raises(dmalane.KeptError, match="kept in memory of GPU-a0a0a0a0"):
         dmalane.attach("m")
@@ -116,6 +117,11 @@ def test_memory_of_a_gpu_is_attached_to_as_it_lies(keeper, driver):
         dmalane.attach("m", device="ram:4MiB")
     with pytest.raises(ValueError, match="leave framework out"):
         dmalane.attach("m", "bytes", device=gpu)
+    # One of this name in host memory is another model: there is nothing to copy for who wants it on the GPU.
+    path.write_bytes(contents)
+    dmalane.load_file(path, keep=True)
+    path.unlink()
+    assert sorted(dmalane.attach("m")) == sorted(dmalane.attach("m", "bytes"))
     lent = dmalane.attach("m", device=gpu, verify=True)
     assert list(lent) == list(tensors)
     for name, (_, shape, data) in tensors.items():

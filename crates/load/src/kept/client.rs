@@ -172,7 +172,16 @@ impl KeeperClient {
     /// # Errors
     /// [`KeepError`].
     pub fn attach(&self, name: &str) -> Result<Attached, KeepError> {
-        Attached::new(self.lent(name, false)?)
+        self.attach_rather(name, false)
+    }
+
+    /// As [`attach`](Self::attach). Of two of that name, the one in memory of a device is meant where `on_device` is
+    /// true: for [`attach_onto`](Self::attach_onto).
+    ///
+    /// # Errors
+    /// [`KeepError`]: for one in memory of a device [`KeepError::Elsewhere`].
+    pub fn attach_rather(&self, name: &str, on_device: bool) -> Result<Attached, KeepError> {
+        Attached::new(self.lent(name, on_device)?)
     }
 
     /// The descriptors of a model: its description, its manifest, and its memory.

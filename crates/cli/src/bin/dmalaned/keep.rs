@@ -147,7 +147,7 @@ fn store(socket: &Path, passed: Vec<(String, OwnedFd)>) -> Result<Store, Failure
     }
     let start: fn(&Path) -> std::io::Result<()> = |path| {
         let mut holder = Command::new("/proc/self/exe");
-        holder.arg("hold").arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        holder.arg0("dmalaned").arg("hold").arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // Not interrupted with this process by a terminal.
         let mut holder = holder.process_group(0).spawn()?;
         thread::spawn(move || holder.wait());

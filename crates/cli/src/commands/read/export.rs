@@ -49,6 +49,8 @@ impl Exported {
         let [program, arguments @ ..] = command else { return Failure::usage("--export needs a command") };
         let error = Command::new(program)
             .args(arguments)
+            // A mark of the Python program of the same name, for this process.
+            .env_remove("_DMALANE_PROGRAM")
             .env("DMALANE_FD", list(&mut buffers.iter().map(|(fd, _)| fd.as_raw_fd().to_string())))
             .env("DMALANE_SIZE", list(&mut buffers.iter().map(|(_, bytes)| bytes.to_string())))
             .env("DMALANE_KIND", kind)
