@@ -330,7 +330,7 @@ fn bo(memory: &SgTable<CardAddr>) -> Arc<Bo> {
     Arc::new(Bo::new(1, SgIndex::from_table(memory).unwrap()))
 }
 
-/// What one device lends another one reads, and nothing else: also when who has lent it is gone, and its descriptor.
+/// Another device reads memory that one lends, and does nothing else; also when the lender and the descriptor are gone.
 fn memory_is_lent_or_refused(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
     let mut device = open();
     let lending = match device.lending() {

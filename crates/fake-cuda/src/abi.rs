@@ -850,7 +850,7 @@ fn wrap(file: &File, device: u64, len: u64) -> rustix::io::Result<OwnedFd> {
     Ok(outside)
 }
 
-/// What [`wrap`] has wrapped: the memory, its device and its length.
+/// The contents of a descriptor that [`wrap`] has made: the memory, its device and its length.
 fn unwrap(fd: BorrowedFd<'_>) -> Option<(File, c_int, u64)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let (mut control, mut text) = (RecvAncillaryBuffer::new(&mut space), [0; 64]);

@@ -33,7 +33,7 @@ pub struct TableImage {
     tables: BTreeMap<(u32, u64), usize>,
     /// One of them, that of the last leaf.
     last: ((u32, u64), usize),
-    /// What is mapped: starts and ends.
+    /// The ranges that are mapped: starts and ends.
     mapped: BTreeMap<u64, u64>,
     /// Leaves, by the logarithm of their size.
     leaves: [u64; 64],

@@ -67,7 +67,7 @@ impl Kept {
     }
 }
 
-/// What descriptors hold: the model, and the bytes of host memory that they take.
+/// The model behind its descriptors, and the bytes of host memory that they take.
 ///
 /// # Errors
 /// They are not those of a model.

@@ -348,7 +348,7 @@ fn raw(served: &Served) -> OwnedFd {
     socket
 }
 
-/// What a keeper lends, without a client's mappings.
+/// The descriptors that a keeper lends, without a client's mappings.
 fn lent(served: &Served, name: &str) -> Vec<OwnedFd> {
     let (socket, mut text) = (raw(served), [0; 8192]);
     let ask = format!(r#"{{"version":1,"ask":"attach","name":"{name}","from":0}}"#);

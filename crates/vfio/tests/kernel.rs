@@ -1,11 +1,11 @@
 //! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices.
 //! `DMALANE_VFIO_BACKEND` selects the backend (type1 by default).
 
-#[allow(dead_code)] // their `main`
+#[allow(dead_code)] // its `main`
 #[path = "../examples/edu.rs"]
 mod driver;
 mod edu;
-#[allow(dead_code)] // as above
+#[allow(dead_code)] // its `main`
 #[path = "../examples/peer.rs"]
 mod peer;
 

@@ -153,6 +153,7 @@ pub fn mode(text: &str) -> Result<u32, &'static str> {
     }
 }
 
+/// Listens; `rights` says whether the first messages of clients may have descriptors.
 pub fn listen(path: &Path, mode: u32, rights: bool) -> Result<Listener, Failure> {
     Listener::bind_with(path, mode, rights).map_err(|e| {
         let failure = Failure::of(&e);
