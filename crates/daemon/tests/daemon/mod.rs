@@ -34,6 +34,17 @@ pub fn one() -> MutexGuard<'static, ()> {
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Connects, and waits for the end of the connection: its place is free again. False where nobody listens.
+fn has_served(path: &Path) -> bool {
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    if rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).is_err() {
+        return false;
+    }
+    rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).unwrap();
+    while rustix::net::recv(&socket, &mut [0], rustix::net::RecvFlags::empty()).is_ok_and(|(n, _)| n > 0) {}
+    true
+}
+
 impl Daemon {
     pub fn start(config: Config) -> Self {
         let _one = one();
@@ -44,12 +55,8 @@ impl Daemon {
         let server = Server::new(config, |event| println!("{event}")).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let thread = std::thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
-        // Once it serves, the listening socket is no descriptor of this process any more. Who has seen the end of a
-        // connection has its place again.
-        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-        rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-        rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).unwrap();
-        while rustix::net::recv(&socket, &mut [0], rustix::net::RecvFlags::empty()).is_ok_and(|(n, _)| n > 0) {}
+        // Once it serves, the listening socket is no descriptor of this process any more.
+        assert!(has_served(&path));
         Self { path, folder, stop: Some(stop), thread: Some(thread), fds, _one }
     }
 
@@ -61,7 +68,8 @@ impl Daemon {
         let path = folder.path().join("socket");
         let mut child = command(&path).stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let start = Instant::now();
-        while !path.exists() {
+        // It has a path before it listens.
+        while !has_served(&path) {
             assert!(start.elapsed() < LONG, "the daemon did not start");
             std::thread::sleep(Duration::from_millis(5));
         }
