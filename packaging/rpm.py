@@ -23,6 +23,9 @@ License: MIT OR Apache-2.0
 %global debug_package %{{nil}}
 %global _build_id_links none
 %global __brp_compress /bin/bash /usr/lib/rpm/brp-compress
+%global use_source_date_epoch_as_buildtime 1
+%global clamp_mtime_to_source_date_epoch 1
+%global _buildhost dmalane
 
 %description
 {description}

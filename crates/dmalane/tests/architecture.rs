@@ -199,6 +199,15 @@ fn every_crate_can_be_packaged() {
                 |name: &str| readme.lines().any(|l| l.contains("cargo add") && words(l).any(|word| word == name));
             let not_added = used.filter(|name| **name != *c.dir.replace('-', "_") && !added(name));
             wrong.extend(not_added.map(|name| format!("crates/{}/README.md: no cargo add of {name}", c.dir)));
+            // Those that only our tests and fuzz targets enable are nobody else's.
+            let features = manifest.get("features").and_then(Value::as_table).into_iter().flat_map(|all| all.keys());
+            let features: BTreeSet<_> =
+                features.map(String::as_str).filter(|f| !["default", "fuzzing"].contains(f)).collect();
+            let named: BTreeSet<_> =
+                readme.split("eature `").skip(1).filter_map(|rest| rest.split('`').next()).collect();
+            wrong.extend(features.symmetric_difference(&named).map(|feature| {
+                format!("crates/{}: the feature `{feature}` is not in both, Cargo.toml and README.md", c.dir)
+            }));
             let library = read(&directory.join("src/lib.rs"));
             if !library.contains("#![doc = include_str!(\"../README.md\")]") {
                 wrong.push(format!("crates/{}/src/lib.rs does not begin with the README", c.dir));
@@ -351,10 +360,10 @@ fn dependencies_are_allowed() {
     report(&wrong);
 }
 
-/// Kernels build these two alone: what they compile with, themselves included, is worth a decision.
+/// Kernels and VMMs build these alone: what they compile with, themselves included, is worth a decision.
 #[test]
-fn crates_for_kernels_compile_few_others() {
-    for (package, most) in [("dmalane-addr", 2), ("dmalane-iopt", 3)] {
+fn crates_for_kernels_and_vmms_compile_few_others() {
+    for (package, most) in [("dmalane-addr", 2), ("dmalane-iopt", 3), ("dmalane-vfio", 25)] {
         let mut cargo = Command::new(env!("CARGO"));
         cargo.args(["tree", "--locked", "--offline", "--edges=normal,build", "--prefix=none", "--format={p}", "-p"]);
         let tree = cargo.arg(package).current_dir(root()).output().expect("cargo");
@@ -363,6 +372,15 @@ fn crates_for_kernels_compile_few_others() {
         let compiled: BTreeSet<_> = tree.lines().map(|line| line.trim_end_matches(" (*)")).collect();
         assert!((1..=most).contains(&compiled.len()), "{package}, more than {most}: {compiled:?}");
     }
+}
+
+/// A newcomer reads the same sentence wherever he begins.
+#[test]
+fn the_first_sentence_is_the_same_everywhere() {
+    let sentence = "oads model files onto devices from user space, and shows where the time goes";
+    let places = ["README.md", "docs/introduction.md", "book.toml", "pyproject.toml", "crates/cli/src/entry.rs"];
+    let without = |place: &&str| !read(&root().join(place)).contains(sentence);
+    assert_eq!(places.into_iter().filter(without).collect::<Vec<_>>(), [""; 0]);
 }
 
 /// Memory that devices or other processes share is accessed by `processor.rs` of crate `dma` alone: safe code could
