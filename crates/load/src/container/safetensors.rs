@@ -5,6 +5,7 @@
 //! module accepts the headers that the crate `safetensors` accepts, within limits.
 
 use std::cmp::Ordering;
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -83,8 +84,7 @@ fn beyond_end(header: u64, left: u64) -> FormatError {
 
 /// The tensors of a safetensors file of `len` bytes with this header.
 ///
-/// Takes time in proportion to the header, and memory of at most about four times its size: descriptions are parsed one
-/// at a time, and nothing else of them is kept.
+/// Takes time in proportion to the header, and memory of at most about four times its size.
 ///
 /// # Errors
 /// [`FormatError`]; every tensor lies within the file, and together they cover all of it behind the header. Shapes have
@@ -94,18 +94,20 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     let data = data.ok_or_else(|| beyond_end(header.len() as u64, len.saturating_sub(PREFIX)))?;
     let text = std::str::from_utf8(header).map_err(|e| FormatError::not_utf8(PREFIX + e.valid_up_to() as u64))?;
     let Entries { tensors: mut entries, metadata } = entries(text)?;
-    // Of two tensors of one name the last counts, as in the format's own library.
-    entries.sort_by(|a, b| a.name.cmp(&b.name).then(b.at.cmp(&a.at)));
-    entries.dedup_by(|later, first| later.name == first.name);
+    let mut names = HashSet::with_capacity(entries.len());
+    if !entries.iter().all(|entry| names.insert(&*entry.name)) {
+        // Of two tensors of one name the last counts, as in the format's own library.
+        entries.sort_by(|a, b| a.name.cmp(&b.name).then(b.at.cmp(&a.at)));
+        entries.dedup_by(|later, first| later.name == first.name);
+    }
     // By position; names make the order of zero-size tensors the same in every run.
-    entries.sort_unstable_by(|a, b| (a.start, a.end, &a.name).cmp(&(b.start, b.end, &b.name)));
+    entries.sort_unstable_by(|a, b| (a.info.data_offsets, &a.name).cmp(&(b.info.data_offsets, &b.name)));
     let mut tensors: Vec<Arc<Tensor>> = Vec::with_capacity(entries.len());
     let mut types = TypeNames(Vec::new());
     let mut end = 0;
-    for Entry { name, start, end: stop, at } in entries {
+    for Entry { name, info, at } in entries {
         let wrong = |source: FormatError| source.in_tensor(&name, place(at));
-        // It was parsed before, and only its place kept.
-        let info = info(&text[at as usize..]).map_err(|e| wrong(e.into()))?;
+        let (start, stop) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
         if let Some(defect) = misfit(&info) {
             return Err(wrong(defect));
         }
@@ -145,7 +147,7 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
 /// Dimensions of a tensor, at most. NumPy and PyTorch allow as many.
 pub const MAX_DIMS: usize = 64;
 
-/// The contents of a header, without types and shapes.
+/// The contents of a header.
 #[derive(Default)]
 struct Entries {
     /// In the order of the header.
@@ -156,9 +158,7 @@ struct Entries {
 /// A tensor that was described.
 struct Entry {
     name: Box<str>,
-    /// Data offsets.
-    start: u64,
-    end: u64,
+    info: Info,
     /// Where its description starts in the header, which is not that long.
     at: u32,
 }
@@ -203,27 +203,31 @@ impl<'de> Visitor<'de> for Descriptions<'de> {
             // A slice of the text.
             let at = value.get().as_ptr().addr() - self.text.as_ptr().addr();
             let at = u32::try_from(at).map_err(A::Error::custom)?;
-            let (start, end) = match info(value.get()) {
-                Ok(info) => info.data_offsets,
+            match serde_json::from_str(value.get()) {
+                Ok(info) => self.entries.tensors.push(Entry { name, info, at }),
                 Err(e) => {
                     *self.wrong = Some(FormatError::from(e).in_tensor(&name, place(at)));
                     return Err(A::Error::custom("a bad tensor"));
                 }
-            };
-            self.entries.tensors.push(Entry { name, start: start as u64, end: end as u64, at });
+            }
         }
         Ok(())
     }
 }
 
-/// Parses the description at the beginning of `text`.
-fn info(text: &str) -> Result<Info, serde_json::Error> {
-    Info::deserialize(&mut serde_json::Deserializer::from_str(text))
-}
-
 /// The offset in the file of a byte of the header.
 fn place(at: u32) -> FileOffset {
     FileOffset::new(PREFIX + u64::from(at))
+}
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum Field {
+    Dtype,
+    Shape,
+    DataOffsets,
+    #[serde(other)]
+    Other,
 }
 
 /// The description of a tensor. Fields of other names are checked, as the format's own library does, and not kept.
@@ -255,12 +259,12 @@ impl<'de> Deserialize<'de> for Info {
                     }
                 }
                 let (mut dtype, mut shape, mut data_offsets) = (None, None, None);
-                while let Some(name) = map.next_key::<Box<str>>()? {
-                    match &*name {
-                        "dtype" => once(&mut map, "dtype", &mut dtype)?,
-                        "shape" => once(&mut map, "shape", &mut shape)?,
-                        "data_offsets" => once(&mut map, "data_offsets", &mut data_offsets)?,
-                        _ => map.next_value_seed(Checked { depth: DEPTH })?,
+                while let Some(field) = map.next_key()? {
+                    match field {
+                        Field::Dtype => once(&mut map, "dtype", &mut dtype)?,
+                        Field::Shape => once(&mut map, "shape", &mut shape)?,
+                        Field::DataOffsets => once(&mut map, "data_offsets", &mut data_offsets)?,
+                        Field::Other => map.next_value_seed(Checked { depth: DEPTH })?,
                     }
                 }
                 let missing = A::Error::missing_field;
