@@ -70,7 +70,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 continue;
             }
             let begun = Instant::now();
-            let any = self.reap(&mut done, self.state.disk_timeout());
+            let any = self.reap(&mut done, self.state.disk_timeout().min(self.depth.patience()));
             self.depth.waited(begun.elapsed());
             if !any && self.flying.is_empty() {
                 // Another worker drives the device, or a thread hashes.
