@@ -1,4 +1,4 @@
-//! Models of many files: read and loaded, beside threads that open, read and close the same files.
+//! Models of many files: read and loaded, beside `cat`s of the same files, and threads that open, read and close them.
 //!
 //! The files are cached, or served by the late server, where each name, open and read takes its time. Rows take turns,
 //! round by round; what was loaded is compared with the files.
@@ -7,6 +7,7 @@ use std::error::Error;
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -40,8 +41,11 @@ pub struct Options {
     rounds: usize,
 }
 
+/// `cat`s that run at once, and share the files.
+const CATS: [usize; 3] = [1, 2, 64];
 /// Threads of the raw readers.
 const THREADS: [usize; 3] = [1, 2, 64];
+const OTHERS: usize = CATS.len() + THREADS.len();
 
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("many");
@@ -93,13 +97,17 @@ fn source(
     let bytes = (shape[0] * shape[1]) as u64;
     let ram = RamDevice::new(bytes + (shape[0] as u64 + 2) * (16 << 10))?;
     let mut device = OpenDevice::new(Box::new(ram), Default::default())?;
-    let mut samples: Vec<Vec<f64>> = vec![Vec::new(); THREADS.len() + 2];
+    let mut samples: Vec<Vec<f64>> = vec![Vec::new(); OTHERS + 2];
     for round in 0..=options.rounds {
         for row in 0..samples.len() {
             let (folder, _server) = open()?;
             let begin = Instant::now();
-            let (took, sum) = match row.checked_sub(THREADS.len()) {
-                None => raw(&folder, THREADS[row])?,
+            let (took, sum) = match row.checked_sub(OTHERS) {
+                None => match row.checked_sub(CATS.len()) {
+                    // It has no sum: what it writes is not read.
+                    None => (cat(&folder, CATS[row])?, right.0),
+                    Some(row) => raw(&folder, THREADS[row])?,
+                },
                 Some(0) => {
                     let model = HostModel::open([&folder], ModelOptions::default())?;
                     let tensors = model.read_all(None, &mut |_| std::ops::ControlFlow::Continue(()))?;
@@ -128,14 +136,32 @@ fn source(
         }
     }
     let mut best = f64::INFINITY;
-    for (threads, samples) in THREADS.iter().zip(&samples) {
-        best = best.min(report.row(case, &format!("raw: open, read, close; {threads} threads"), bytes, samples));
+    for (cats, samples) in CATS.iter().zip(&samples) {
+        best = best.min(report.row(case, &format!("cat, {cats} at once"), bytes, samples));
     }
-    for (what, samples) in ["read", "load"].iter().zip(&samples[THREADS.len()..]) {
+    for (threads, samples) in THREADS.iter().zip(&samples[CATS.len()..]) {
+        report.row(case, &format!("raw: open, read, close; {threads} threads"), bytes, samples);
+    }
+    for (what, samples) in ["read", "load"].iter().zip(&samples[OTHERS..]) {
         let ours = report.row(case, &format!("ours: {what}"), bytes, samples);
-        report.of_rounds(samples.len()).at_most(&format!("{case}: {what} / the best raw reads"), 2.0, ours / best);
+        report.of_rounds(samples.len()).at_most(&format!("{case}: {what} / the best cats"), 2.0, ours / best);
     }
     Ok(())
+}
+
+/// Has all files of a folder read by as many `cat`s.
+fn cat(folder: &Path, processes: usize) -> Result<Duration> {
+    let begin = Instant::now();
+    let files: Vec<PathBuf> = ModelSet::find(folder)?.files.into_iter().map(|file| file.path).collect();
+    let cats = files.chunks(files.len().div_ceil(processes)).map(|files| {
+        Command::new("cat").args(files).stdout(Stdio::null()).spawn()
+    });
+    for mut cat in cats.collect::<std::io::Result<Vec<_>>>()? {
+        if !cat.wait()?.success() {
+            return Err("cat failed".into());
+        }
+    }
+    Ok(begin.elapsed())
 }
 
 /// Reads all files of a folder, each into memory that was touched before; their hashes are summed up after that.
