@@ -189,7 +189,7 @@ impl<B: Mmio> CardQueue<B> {
         Ok(slots as u32)
     }
 
-    /// Writes the descriptors of an operation that was checked, so many.
+    /// Writes the descriptors, `slots` of them, of an operation that was checked.
     fn write(&mut self, operation: &Operation, slots: u32) {
         let put = |at: u64, task: Task, chained: bool| {
             self.put(at, Descriptor { task, chained, cache: operation.cache, cookie: at as u32 });

@@ -14,7 +14,7 @@ const BINARY: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 pub struct Size(u64);
 
 impl Size {
-    /// So many bytes.
+    /// This number of bytes.
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// The first ones are done for so long by the caller's thread alone, which shows whether a thread works or waits.
+/// For this time the caller's thread alone does the first ones, which shows whether a thread works or waits.
 const TRIED: Duration = Duration::from_millis(1);
 /// Threads where each waits for a disk, a server or another process most of the time, at most.
 const WAITING: usize = 64;

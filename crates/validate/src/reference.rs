@@ -15,7 +15,7 @@ use crate::workers::Worker;
 
 /// A reference is not measured for longer.
 const MOST: Duration = Duration::from_millis(500);
-/// So many times as long as this, waiting for the end of copies by a driver counts little.
+/// A pass takes this many times as long as the wait for the end of a driver's copies, which counts little then.
 const SHARES: u32 = 16;
 
 impl Reference {

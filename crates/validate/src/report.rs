@@ -99,7 +99,7 @@ impl ValidateReport {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ValidateEvent {
-    /// So many steps there will be.
+    /// The number of steps that there will be.
     Steps(usize),
     /// This one has begun.
     Step(String),

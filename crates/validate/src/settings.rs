@@ -69,7 +69,7 @@ pub enum Allocation {
 pub enum Stop {
     /// Each thread has moved each of its buffers so often.
     After(u64),
-    /// So much time has passed, and each buffer was moved once.
+    /// This time has passed, and each buffer was moved once.
     For(Duration),
 }
 

@@ -83,8 +83,8 @@ pub(crate) struct Records<F> {
     words: Words,
     /// Nodes that are not in use, and have no words.
     spare: Vec<u32>,
-    /// Nodes that it takes to make records of single pages of all records. So many can be made without asking for
-    /// memory: an unbind need not.
+    /// Nodes that it takes to make records of single pages of all records. There is room for them: an unbind need not
+    /// ask for memory.
     splits: u64,
     /// The chunk of an empty node that stays with its table until a plan touches it: what unbinds a page alone and
     /// binds one there again need not make them each time.

@@ -8,7 +8,7 @@ use super::kind::{OpenResult, Spec};
 use super::option::{bytes, rough};
 use crate::open_options::OpenOptions;
 
-/// So many bytes of memory, `ram:SIZE`.
+/// Plain memory of a size, `ram:SIZE`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RamSpec {
     /// Bytes.

@@ -170,7 +170,7 @@ impl Bench {
     }
 }
 
-/// A line about operations that together took so long.
+/// A line about operations, and the time that they took together.
 fn line(what: &str, each: &str, operations: u64, took: Duration) -> String {
     let ns = (took.as_secs_f64() * 1e9).max(1.0) / operations as f64;
     format!(" {what}: {}ns per {each}: {ns:.1}ns {:.6}Mop/s\n", took.as_nanos(), 1e3 / ns)
