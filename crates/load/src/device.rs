@@ -75,7 +75,7 @@ pub struct OpenDevice {
     pub(crate) channels: Option<Channels>,
     /// Carries the bytes of loads.
     pub(crate) staging: Staging,
-    bounce: Option<Bounce>,
+    pub(crate) bounce: Option<Bounce>,
     /// Tells this process's devices apart.
     number: u64,
     abandoned: u64,

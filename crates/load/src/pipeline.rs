@@ -11,12 +11,12 @@ use dmalane_queue::Queue;
 
 use crate::clock::Clocks;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
-use crate::engine::{describe, workers};
+use crate::engine::workers;
 use crate::error::Error;
 use crate::fill::{self, Event, FillError, FillOptions, Filled, Job, Sink, Targets, ToDevice, Watch};
 use crate::input::Input;
 use crate::manifest::{Expected, Manifest, check, hash_regions};
-use crate::parts::{PartTargets, Parts};
+use crate::parts::{Parts, Places};
 use crate::report::Report;
 use crate::stage::Stage;
 
@@ -165,7 +165,8 @@ impl OpenDevice {
     ) -> Result<(Clocks, u64, u64), Error> {
         let hashed = self.options.fill.checksum || self.options.fill.hash_regions.is_some() || !expected.is_empty();
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
-        let job = parts.job();
+        let places = &Places { parts, runs: files.iter().map(LoadedFile::places).collect() };
+        let (parts, job) = (&places.parts, places.parts.job());
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.layout.runs.iter().map(|run| run.filled).collect()).collect();
         let (mut binds, mut transfers, mut failed) =
@@ -204,22 +205,15 @@ impl OpenDevice {
         if !expected.is_empty() {
             options.hash_regions = Some(Arc::new(hash_regions(expected)));
         }
-        let targets = &PartTargets { files: placed, parts: &parts };
-        let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
+        let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets: places };
         let sink = Sink::Staging(staging, Some(to));
         let mut workers = workers(inputs);
         let result = fill::run(start, sink, job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }
-        let in_file = |error| match error {
-            FillError::Transfer { buffer, offset, error } => {
-                FillError::Transfer { buffer, offset: parts.at(buffer, offset).bits(), error }
-            }
-            other => other,
-        };
         let about = |file: usize| (files[file].path.clone(), Some(&*files[file].model));
-        let mut done = result.map_err(|error| describe(in_file(error), about))?;
+        let mut done = result.map_err(|error| parts.describe(error, about))?;
         for (input, file) in inputs.iter().zip(&*files) {
             let (before, now) = (file.model.len, input.source.size()?);
             if before != now {
