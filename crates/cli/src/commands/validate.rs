@@ -332,18 +332,17 @@ impl Validate {
                 let half = positions / 2;
                 format!("thread N reads at position 2N and writes at 2N+1; one direction alone uses the first {half}")
             }
-            E::TooSmall { needed, have, memory } => {
+            E::TooSmall { have, .. } => {
                 let room = have.saturating_sub(offset) / buffers / 4096 * 4096;
-                // Stripes may need more of one half of the HBM than of the other.
-                let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
-                let grow = self.device.more(&memory.to_lowercase(), bytes);
-                let grow = grow.unwrap_or_else(|| "a device with more memory".to_owned());
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
                     0 => "smaller buffers".to_owned(),
                     room => format!("--buffer-size {}", Size::new(room)),
                 };
-                format!("there are {buffers} buffers: {smaller}, fewer of them (-j, --iodepth), or {grow}")
+                format!(
+                    "there are {buffers} buffers: {smaller}, fewer of them (-j, --iodepth), or a device with more \
+                     memory"
+                )
             }
             E::NoChannel { has: 1, .. } => "without --mm-channel its only channel is used".to_owned(),
             E::NoChannel { .. } => "--mm-channel auto uses all of them".to_owned(),

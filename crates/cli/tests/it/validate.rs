@@ -337,7 +337,7 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
         (
             &["--buffer-size", "4MiB", "--placement", "ddr"][..],
             "DDR has 8 MiB",
-            "--buffer-size 2MiB, fewer of them (-j, --iodepth), or -d soft,ddr=16MiB,hbm=8MiB",
+            "--buffer-size 2MiB, fewer of them (-j, --iodepth), or a device with more memory",
         ),
         (&["--buffer-size", "4MiB", "--placement", "hbm"], "HBM has 8 MiB", hint),
         (&["--starting-offset", "8MiB", "--placement", "ddr"], "DDR has 8 MiB", "a smaller --starting-offset"),
