@@ -50,7 +50,6 @@ impl OpenDevice {
         manifest: &Manifest,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<Loaded, Error> {
-        let resident_before = self.resident.see(&**self.device);
         let start = Instant::now();
         let epoch = self.options.fill.epoch(start);
         let mut parse = Clocks::recording("start", epoch);
@@ -87,7 +86,6 @@ impl OpenDevice {
                 return Err(e);
             }
         };
-        self.resident.see(&**self.device);
         clocks.tracks(self.channel_tracks());
         loaded.report = Report {
             bytes,
@@ -99,8 +97,6 @@ impl OpenDevice {
             device_leaves: self.address_space().leaf_counts(),
             transfers,
             heap_peak: self.heap().stats().peak as u64,
-            resident_before,
-            resident_peak: self.resident_peak(),
             ..Report::default()
         };
         Ok(loaded)
@@ -172,7 +168,7 @@ impl OpenDevice {
         let (mut binds, mut transfers, mut failed) =
             (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
-        let Self { queue, device, info, staging, options, resident, stop, .. } = self;
+        let Self { queue, device, info, staging, options, stop, .. } = self;
         let stop = stop.clone();
         staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let placed = &*files;
@@ -184,7 +180,6 @@ impl OpenDevice {
             }
             Event::OnDevice { buffer, offset, len } => {
                 transfers += 1;
-                resident.sample(len, &***device);
                 let file = &placed[buffer];
                 // A transfer is part of one run.
                 let run = file.layout.places[file.model.index_at(parts.at(buffer, offset))].run as usize;

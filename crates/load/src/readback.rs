@@ -46,7 +46,6 @@ impl OpenDevice {
             sink(done, view);
             Ok(())
         });
-        self.resident.sample(va.len(), &**self.device);
         read.map_err(|error| {
             let (place, source) = match error {
                 IoError::Memory(source) => return Error::Memory(source),
@@ -96,11 +95,10 @@ impl OpenDevice {
         let job = places.parts.job();
         self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         self.bounce(self.staging.slot())?;
-        let Self { queue, bounce, device, info, staging, options, resident, .. } = self;
+        let Self { queue, bounce, info, staging, options, .. } = self;
         let mut queue = Comparison { queue, bounce, state: QueueState::default(), waiting: Waiting::new() };
-        let mut watch = move |event| {
+        let mut watch = |event| {
             if let Event::OnDevice { len, .. } = event {
-                resident.sample(len, &***device);
                 progress(len);
             }
             ControlFlow::Continue(())

@@ -254,7 +254,7 @@ impl Load {
             loaded.report.verified = Some(result.map_err(|e| verify_failure(&e))?);
             bar.finish();
         }
-        let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
+        let heap_peak = device.heap().stats().peak as u64;
         Ok(Run {
             loaded,
             space: device.address_space().kind(),
@@ -262,7 +262,6 @@ impl Load {
             iommu,
             touched,
             heap_peak,
-            resident_peak,
             notes: device.notes(),
         })
     }
