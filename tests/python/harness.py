@@ -46,7 +46,7 @@ class Summary:
     def __init__(self, stdout):
         self.json = json.loads(stdout)
         assert isinstance(self.json, dict), stdout
-        assert self.json["schema"] == 5
+        assert self.json["schema"] == 6
 
     @property
     def tensors(self):

@@ -27,7 +27,7 @@ def test_the_pattern_differs_from_place_to_place():
 
 
 def test_a_summary_wants_its_schema():
-    summary = Summary('{"schema": 5, "tensors": 3, "bytes": 8, "files": [{"xxh3": "a"}]}')
+    summary = Summary('{"schema": 6, "tensors": 3, "bytes": 8, "files": [{"xxh3": "a"}]}')
     assert (summary.tensors, summary.bytes, summary.checksums) == (3, 8, ["a"])
     for text in ['{"schema": 1}', "[]"]:
         with pytest.raises(AssertionError):

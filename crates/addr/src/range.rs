@@ -108,15 +108,7 @@ impl<A: Address> RangeAllocator<A> {
     /// # Errors
     /// [`RangeError::BadLength`] unless `len` is a non-zero number of pages; [`RangeError::Exhausted`].
     pub fn allocate(&mut self, len: u64, align: PageSize) -> Result<Span<A>, RangeError<A>> {
-        if len == 0 || !len.is_multiple_of(self.page.bytes()) {
-            return Err(RangeError::BadLength { len, page: self.page });
-        }
-        let align = align.max(self.page);
-        let Some((hole, span)) = self.find(len, align, 0) else {
-            return Err(RangeError::Exhausted { len, align, free: self.free_bytes });
-        };
-        self.carve(hole, span);
-        Ok(span)
+        self.allocate_at(len, align, 0)
     }
 
     /// Allocates `len` bytes at an address that is `phase` bytes behind a multiple of `align` (or of the allocator's

@@ -18,7 +18,6 @@ use crate::commands::doctor::why_not;
 use crate::failure::Failure;
 use crate::layout::{Table, bottleneck, count, good, unbroken, wrap};
 use crate::model::ReadMode;
-use crate::number::within;
 use crate::output::{OutputFormat, Outputs, Replace};
 use crate::progress;
 use crate::report::{Page, RateBar, Section};
@@ -55,7 +54,7 @@ pub struct RunOptions {
     pub format: OutputFormat,
 
     /// Do it N times, and report the run with the median time
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
 
     /// Drop the files from the page cache before each run, and print the average time

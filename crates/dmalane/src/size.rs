@@ -29,12 +29,6 @@ impl Size {
         Self((n as u64) << 10)
     }
 
-    /// At least `bytes`, in as few digits as one part in eight allows: whole MiB below 8 GiB, whole GiB above.
-    pub const fn about(bytes: u64) -> Self {
-        let unit = if bytes < 8 << 30 { 1 << 20 } else { 1 << 30 };
-        Self(bytes.div_ceil(unit).saturating_mul(unit))
-    }
-
     /// In bytes.
     pub const fn bytes(self) -> u64 {
         self.0
@@ -289,7 +283,5 @@ mod tests {
         assert_eq!(rate(1, Duration::ZERO), "-");
         assert_eq!(duration(Duration::from_micros(9990)), "9.99 ms");
         assert_eq!(duration(Duration::from_micros(10_400)), "0.010 s");
-        assert_eq!(Size::about((5 << 20) + 1).to_string(), "6MiB");
-        assert_eq!(Size::about((9 << 30) + 1).to_string(), "10GiB");
     }
 }

@@ -41,12 +41,6 @@ impl DeviceSpec {
         self.spec.downcast_ref()
     }
 
-    /// Names the same device with that many bytes in a group of its regions, in words of the command line ("-d
-    /// soft,ddr=64GiB"); `None` where there is none.
-    pub fn more(&self, group: &str, bytes: u64) -> Option<String> {
-        (self.kind.more)(&self.name, group, bytes)
-    }
-
     pub(crate) fn open(&self, options: &OpenOptions) -> OpenResult {
         (self.kind.open)(&self.spec, options)
     }
@@ -147,10 +141,6 @@ mod tests {
         let client = spec.get::<DaemonSpec>().unwrap().client();
         assert_eq!((client.path.to_str(), client.ddr, client.hbm), (Some("/tmp/a"), 2 << 20, 0));
         assert!(client.server_uids.contains(&7) && client.server_uids.contains(&0));
-        let more = |name: &str, bytes| name.parse::<DeviceSpec>().unwrap().more("ddr", bytes);
-        assert_eq!(more("soft,ddr=1MiB,seed=2", 3 << 20).unwrap(), "-d soft,ddr=3MiB,seed=2");
-        assert_eq!((more("soft", 257 << 30), more("vfio:01:00.0", 1)), (None, None));
-        assert_eq!(more("ram:1", 5).unwrap(), "-d ram:5");
     }
 
     #[test]

@@ -14,7 +14,6 @@ mod cursor;
 mod cut;
 mod dirty;
 mod error;
-mod estimate;
 mod flush;
 mod format;
 #[macro_use]
@@ -38,7 +37,6 @@ mod words;
 /// The addresses, spans and access rights that tables take, with the features that this crate was built with.
 pub use dmalane_addr as addr;
 pub use error::{Error, NamedAddr};
-pub use estimate::TableEstimate;
 pub use flush::FlushList;
 pub use format::{Entry, Foreign, Format, MAX_LEVELS, Register, Registers};
 pub use formats::*;

@@ -305,8 +305,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// The most tables that mapping the span can take, whatever the segments are. This covers the tables that unmapping
     /// the span first may need for splitting leaves at its ends: such a table holds the first or the last byte of the
     /// span, stays in use for what is left of the leaf, and is counted here already.
-    ///
-    /// A [`TableEstimate`](crate::TableEstimate), which sees the segments, comes out far lower when they are long.
     pub fn max_tables_for(span: Span<I>) -> usize {
         let table = |at: u64, level: u32| at >> shift::<F>(level - 1);
         let of_level = |level| (table(span.last().bits(), level) - table(span.first().bits(), level)) as usize + 1;

@@ -4,9 +4,7 @@ use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{
-    Kind, entries, group_bits, has_groups, index, is_dirty, marked, page_size, same_table, shift, top_leaf_level,
-};
+use crate::format::{Kind, entries, group_bits, has_groups, index, is_dirty, marked, page_size, same_table, shift};
 use crate::list::{self, List};
 use crate::{Entry, Error, FlushList, Format, Leaf, MAX_LEVELS, PageTable, Tables, slots};
 
@@ -24,12 +22,6 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    /// The deepest cut that `at` can take: through a leaf of the largest size.
-    pub(crate) fn worst<F: Format>(at: u64) -> Option<Cut> {
-        let (from, to) = (top_leaf_level::<F>(), first_aligned_level::<F>(at));
-        (to > from).then_some(Cut { at, size: page_size::<F>(from).bytes(), from, to })
-    }
-
     /// The number of tables for two cuts; those that both lie in are made once.
     pub(crate) fn tables<F: Format>(cuts: [Option<Cut>; 2]) -> usize {
         let one = |cut: Option<Cut>| cut.map_or(0, |c| c.to - c.from);
@@ -106,8 +98,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to
-    /// be split and there was no table for it (see [`TableEstimate`](crate::TableEstimate)). The table is
-    /// then as it was.
+    /// be split and there was no table for it (see [`split_tables`](Self::split_tables)). The table is then as it was.
     #[inline]
     pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
         self.unmap_listed(span, Detach::Emptied)

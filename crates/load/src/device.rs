@@ -14,7 +14,7 @@ use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bounce, Counters, Device, DeviceInfo, DeviceMemory, DlpackDevice,
     IoError, Lending, LentMemory, MemoryError, Placement, Region, areas,
 };
-use dmalane_dma::{Forked, Heap, OfProcess, PageBacking, Registrar, footprint};
+use dmalane_dma::{Forked, Heap, OfProcess, PageBacking, Registrar};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
 use dmalane_vm::{BindRequest, Bo};
 
@@ -75,14 +75,13 @@ pub struct OpenDevice {
     pub(crate) channels: Option<Channels>,
     /// Carries the bytes of loads.
     pub(crate) staging: Staging,
-    bounce: Option<Bounce>,
+    pub(crate) bounce: Option<Bounce>,
     /// Tells this process's devices apart.
     number: u64,
     abandoned: u64,
     /// Places of its memory that loads have used.
     pub(crate) used: Used,
     next_bo: u64,
-    pub(crate) resident: Resident,
     /// Stops a load when it is set.
     pub(crate) stop: Option<Arc<AtomicBool>>,
 }
@@ -108,36 +107,6 @@ impl Used {
         }
         self.0.insert(whole.0, whole.1);
         end - first - known
-    }
-}
-
-/// The largest footprint seen.
-#[derive(Default)]
-pub(crate) struct Resident {
-    peak: u64,
-    /// Bytes moved since the footprint was last read.
-    unsampled: u64,
-}
-
-/// The footprint is read once per this many bytes moved.
-const SAMPLE_EVERY: u64 = 16 << 20;
-
-impl Resident {
-    /// Reads the footprint now and then, as bytes move.
-    pub(crate) fn sample(&mut self, moved: u64, device: &dyn Device) {
-        self.unsampled += moved;
-        if self.unsampled >= SAMPLE_EVERY {
-            self.see(device);
-        }
-    }
-
-    /// Reads the footprint, without the memory of the device.
-    pub(crate) fn see(&mut self, device: &dyn Device) -> u64 {
-        self.unsampled = 0;
-        let of_device = device.counters().touched.unwrap_or(0);
-        let now = footprint().map_or(0, |f| f.anonymous + f.hugetlb).saturating_sub(of_device);
-        self.peak = self.peak.max(now);
-        now
     }
 }
 
@@ -315,7 +284,6 @@ impl OpenDevice {
             abandoned: 0,
             used: Used::default(),
             next_bo: 1,
-            resident: Resident::default(),
             stop: None,
         })
     }
@@ -466,12 +434,6 @@ impl OpenDevice {
             }
         };
         Ok((self.bounce.insert(bounce), &mut self.queue))
-    }
-
-    /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during
-    /// loads and verifications, in bytes.
-    pub fn resident_peak(&self) -> u64 {
-        self.resident.peak
     }
 
     /// The scatter-gather tables of the staging buffers, where the registrar knows them.

@@ -10,7 +10,6 @@
 //!
 //! Nothing here knows which device or which kind of file it drives; crate `dmalane` opens them by name.
 
-mod again;
 mod blob;
 mod channels;
 mod choose;

@@ -1,15 +1,18 @@
-//! The parts of files that a load reads: all of a file, or the blocks in which its selected tensors lie.
+//! The parts of files that a load reads: all of a file, or the blocks in which its selected tensors lie; and their
+//! places on the device.
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
-use dmalane_queue::Refusal;
+use dmalane_queue::{DeviceAddr, QueueAddr, Refusal};
 
-use crate::container::Tensor;
-use crate::device::LoadedFile;
-use crate::fill::{Extent, Job, Target, Targets};
+use crate::container::{Model, Tensor};
+use crate::engine::describe;
+use crate::error::Error;
+use crate::fill::{Extent, FillError, Job, Target, Targets};
 
 /// Reads begin and end at multiples of this, as direct I/O needs it.
 const BLOCK: u64 = 4096;
@@ -104,21 +107,73 @@ impl Parts {
     pub fn at(&self, buffer: usize, offset: u64) -> FileOffset {
         FileOffset::new(self.in_file(buffer, offset..offset + 1).next().map_or(offset, |range| range.start))
     }
+
+    /// An error of the job, about the files that `about` knows.
+    pub fn describe<'a>(&self, error: FillError, about: impl Fn(usize) -> (PathBuf, Option<&'a Model>)) -> Error {
+        let in_file = match error {
+            FillError::Transfer { buffer, offset, error } => {
+                FillError::Transfer { buffer, offset: self.at(buffer, offset).bits(), error }
+            }
+            other => other,
+        };
+        describe(in_file, about)
+    }
 }
 
-/// The places of tensors on the device, by the offsets of buffers that hold parts of files.
-pub(crate) struct PartTargets<'a> {
-    pub files: &'a [LoadedFile],
-    pub parts: &'a Parts,
+/// Ranges of a file with the places of their first bytes, in order and apart.
+pub(crate) type Runs = Vec<(Range<u64>, DeviceAddr)>;
+
+/// Adds a range behind those that are there: to the last one, if it follows that in the file and on the device.
+pub(crate) fn add_run(runs: &mut Runs, range: Range<u64>, to: DeviceAddr) {
+    match runs.last_mut() {
+        Some((last, at)) if last.end == range.start && at.advance(last.end - last.start) == Some(to) => {
+            last.end = range.end;
+        }
+        _ => runs.push((range, to)),
+    }
 }
 
-impl Targets for PartTargets<'_> {
+/// The places on the device of ranges of files, and the parts that are read for them.
+pub(crate) struct Places {
+    pub parts: Parts,
+    pub runs: Vec<Runs>,
+}
+
+impl Places {
+    /// Of files, each with its length, of which only these runs are read.
+    pub fn new(files: impl IntoIterator<Item = (u64, Runs)>) -> Self {
+        let (lens, runs): (Vec<u64>, Vec<Runs>) = files.into_iter().unzip();
+        let ranges = runs.iter().map(|runs| runs.iter().map(|(range, _)| range.clone()).collect());
+        Self { parts: Parts::of_ranges(lens.into_iter().zip(ranges)), runs }
+    }
+}
+
+impl Targets for Places {
     fn buffers(&self) -> usize {
-        self.files.len()
+        self.runs.len()
     }
 
     fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
-        self.parts.in_file(buffer, range).for_each(|range| self.files[buffer].cut(range, max_len, out));
+        let runs = &self.runs[buffer];
+        for Range { start: mut at, end } in self.parts.in_file(buffer, range) {
+            let first = runs.partition_point(|(range, _)| range.end <= at);
+            for (range, to) in runs[first..].iter().take_while(|(range, _)| range.start < end) {
+                let (start, stop) = (range.start.max(at), range.end.min(end));
+                if start > at {
+                    out.push_back(Target { len: start - at, to: None });
+                }
+                at = start;
+                while at < stop {
+                    let len = (stop - at).min(max_len);
+                    let to = to.advance(at - range.start).ok_or(Refusal::PastTheTop)?;
+                    out.push_back(Target { len, to: Some(to) });
+                    at += len;
+                }
+            }
+            if at < end {
+                out.push_back(Target { len: end - at, to: None });
+            }
+        }
         Ok(())
     }
 }

@@ -11,12 +11,12 @@ use dmalane_queue::Queue;
 
 use crate::clock::Clocks;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
-use crate::engine::{describe, workers};
+use crate::engine::workers;
 use crate::error::Error;
 use crate::fill::{self, Event, FillError, FillOptions, Filled, Job, Sink, Targets, ToDevice, Watch};
 use crate::input::Input;
 use crate::manifest::{Expected, Manifest, check, hash_regions};
-use crate::parts::{PartTargets, Parts};
+use crate::parts::{Parts, Places};
 use crate::report::Report;
 use crate::stage::Stage;
 
@@ -50,7 +50,6 @@ impl OpenDevice {
         manifest: &Manifest,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<Loaded, Error> {
-        let resident_before = self.resident.see(&**self.device);
         let start = Instant::now();
         let epoch = self.options.fill.epoch(start);
         let mut parse = Clocks::recording("start", epoch);
@@ -87,7 +86,6 @@ impl OpenDevice {
                 return Err(e);
             }
         };
-        self.resident.see(&**self.device);
         clocks.tracks(self.channel_tracks());
         loaded.report = Report {
             bytes,
@@ -99,8 +97,6 @@ impl OpenDevice {
             device_leaves: self.address_space().leaf_counts(),
             transfers,
             heap_peak: self.heap().stats().peak as u64,
-            resident_before,
-            resident_peak: self.resident_peak(),
             ..Report::default()
         };
         Ok(loaded)
@@ -165,13 +161,14 @@ impl OpenDevice {
     ) -> Result<(Clocks, u64, u64), Error> {
         let hashed = self.options.fill.checksum || self.options.fill.hash_regions.is_some() || !expected.is_empty();
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
-        let job = parts.job();
+        let places = &Places { parts, runs: files.iter().map(LoadedFile::places).collect() };
+        let (parts, job) = (&places.parts, places.parts.job());
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.layout.runs.iter().map(|run| run.filled).collect()).collect();
         let (mut binds, mut transfers, mut failed) =
             (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
-        let Self { queue, device, info, staging, options, resident, stop, .. } = self;
+        let Self { queue, device, info, staging, options, stop, .. } = self;
         let stop = stop.clone();
         staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let placed = &*files;
@@ -183,7 +180,6 @@ impl OpenDevice {
             }
             Event::OnDevice { buffer, offset, len } => {
                 transfers += 1;
-                resident.sample(len, &***device);
                 let file = &placed[buffer];
                 // A transfer is part of one run.
                 let run = file.layout.places[file.model.index_at(parts.at(buffer, offset))].run as usize;
@@ -204,22 +200,15 @@ impl OpenDevice {
         if !expected.is_empty() {
             options.hash_regions = Some(Arc::new(hash_regions(expected)));
         }
-        let targets = &PartTargets { files: placed, parts: &parts };
-        let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
+        let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets: places };
         let sink = Sink::Staging(staging, Some(to));
         let mut workers = workers(inputs);
         let result = fill::run(start, sink, job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
             return Err(error);
         }
-        let in_file = |error| match error {
-            FillError::Transfer { buffer, offset, error } => {
-                FillError::Transfer { buffer, offset: parts.at(buffer, offset).bits(), error }
-            }
-            other => other,
-        };
         let about = |file: usize| (files[file].path.clone(), Some(&*files[file].model));
-        let mut done = result.map_err(|error| describe(in_file(error), about))?;
+        let mut done = result.map_err(|error| parts.describe(error, about))?;
         for (input, file) in inputs.iter().zip(&*files) {
             let (before, now) = (file.model.len, input.source.size()?);
             if before != now {

@@ -1,28 +1,33 @@
 //! Reading back through the device's own MMU, to compare.
 
 use std::hash::Hasher;
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_device::IoError;
+use dmalane_device::{Bounce, IoError};
 use dmalane_dma::VolatileSlice;
-use dmalane_queue::{Queue, QueueAddr};
+use dmalane_queue::{
+    Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueAddr, QueueState, Refused, Ticket,
+    Waiting, Work,
+};
 use twox_hash::XxHash3_64;
 
-use crate::again::Reread;
-use crate::device::{Loaded, LoadedFile, OpenDevice};
+use crate::device::{JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 use crate::difference::Difference;
+use crate::engine::workers;
 use crate::error::Error;
-use crate::fill::{Digest, broken};
+use crate::fill::{self, Digest, Event, FillError, FillOptions, Sink, ToDevice, broken};
 use crate::input::Input;
 use crate::manifest::Manifest;
+use crate::parts::{Places, Runs, add_run};
 
 impl OpenDevice {
     /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
     /// with their offset in the tensor.
     ///
     /// # Errors
-    /// [`Error::Transfer`] when the device cannot read it; what `sink` returns.
+    /// [`Error::Transfer`] when the device cannot read it.
     ///
     /// # Panics
     /// When the file has no tensor `index`.
@@ -30,21 +35,22 @@ impl OpenDevice {
         &mut self,
         file: &LoadedFile,
         index: usize,
-        sink: &mut dyn FnMut(u64, VolatileSlice<'_>) -> Result<(), Error>,
+        sink: &mut dyn FnMut(u64, VolatileSlice<'_>),
     ) -> Result<(), Error> {
         self.check(file)?;
         let loaded = file.tensor(index);
         let Some(va) = loaded.va else { return Ok(()) };
         let at = self.address_space().at(va.first());
         let (bounce, queue) = self.bounce(file.model.len)?;
-        let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
-        self.resident.sample(va.len(), &**self.device);
-        read.map_err(|stopped| {
-            let (place, source) = match stopped {
-                Stopped::Sink(error) => return error,
-                Stopped::Read(IoError::Memory(source)) => return Error::Memory(source),
-                Stopped::Read(IoError::Failed { at, error }) => (at, error),
-                Stopped::Read(other) => (at, broken(other)),
+        let read = bounce.read_each(queue, at, va.len(), &mut |done, view| -> Result<(), IoError> {
+            sink(done, view);
+            Ok(())
+        });
+        read.map_err(|error| {
+            let (place, source) = match error {
+                IoError::Memory(source) => return Error::Memory(source),
+                IoError::Failed { at, error } => (at, error),
+                other => (at, broken(other)),
             };
             let (path, tensor) = (file.path.clone(), Some(loaded.tensor.name.clone()));
             Error::Transfer {
@@ -59,33 +65,61 @@ impl OpenDevice {
     /// Reads every tensor back by its address on the device, compares it with its file, and returns how long that took.
     /// `progress` is called with the number of bytes compared since the last call.
     ///
-    /// The file is read again by its queue, as fast as for the load, ahead of what the device gives back.
+    /// The files are read again as for a load, whose device compares.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] names the first byte that differs; [`Error::Read`]; [`Error::Transfer`];
+    /// [`Error::Mismatch`] names a byte that differs; [`Error::Read`]; [`Error::Transfer`];
     /// [`Error::OtherInputs`] unless `inputs` are the files of `loaded` in the same order.
     pub fn verify<S: Queue<Addr = FileOffset>>(
         &mut self,
         loaded: &Loaded,
         inputs: &mut [Input<S>],
-        progress: &mut dyn FnMut(u64),
+        progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<Duration, Error> {
-        let start = Instant::now();
-        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.source.path)) {
+        let (start, files) = (Instant::now(), &loaded.files);
+        if !files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.source.path)) {
             return Err(Error::OtherInputs {
-                loaded: loaded.files.iter().map(|f| f.path.clone()).collect(),
+                loaded: files.iter().map(|f| f.path.clone()).collect(),
                 inputs: inputs.iter().map(|i| i.source.path.clone()).collect(),
             });
         }
-        for (file, input) in loaded.files.iter().zip(inputs) {
-            self.check(file)?;
-            let (model, queue) = (&file.model, &mut input.queue);
-            let mut again = Reread::new(queue, &file.path, model, &mut self.staging, self.options.fill.timeout)?;
-            let result = self.compare(file, &mut again, progress);
-            again.finish(&mut self.staging);
-            result?;
-        }
-        Ok(start.elapsed())
+        files.iter().try_for_each(|file| self.check(file))?;
+        let space = self.device.address_space();
+        let places = Places::new(files.iter().map(|file| {
+            let mut runs = Runs::new();
+            for (LoadedTensor { tensor, va }, at) in file.tensors().map(|loaded| (loaded, loaded.tensor.at.bits())) {
+                va.into_iter().for_each(|va| add_run(&mut runs, at..at + tensor.len, space.at(va.first())));
+            }
+            (file.model.len, runs)
+        }));
+        let job = places.parts.job();
+        self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
+        self.bounce(self.staging.slot())?;
+        let Self { queue, bounce, info, staging, options, .. } = self;
+        let mut queue = Comparison { queue, bounce, state: QueueState::default(), waiting: Waiting::new() };
+        let mut watch = |event| {
+            if let Event::OnDevice { len, .. } = event {
+                progress(len);
+            }
+            ControlFlow::Continue(())
+        };
+        let to = ToDevice { queue: &mut queue, polled: true, processors: info.processors, targets: &places };
+        let FillOptions { block, timeout, .. } = options.fill;
+        let options = FillOptions { block, timeout, ..FillOptions::default() };
+        let sink = Sink::Staging(staging, Some(to));
+        let Err(error) = fill::run(start, sink, job, &mut workers(inputs), &options, &mut watch) else {
+            return Ok(start.elapsed());
+        };
+        self.staging.clear();
+        Err(match error {
+            FillError::Transfer { buffer, offset, error: OpError::Differs { offset: n } } => {
+                let (LoadedFile { path, model, .. }, at) = (&files[buffer], places.parts.at(buffer, offset + n));
+                let tensor = &model.tensors[model.index_at(at)];
+                let (path, offset) = (path.clone(), at.bits() - tensor.at.bits());
+                Error::Mismatch { path, tensor: tensor.name.clone(), offset, at }
+            }
+            other => places.parts.describe(other, |n| (files[n].path.clone(), Some(&*files[n].model))),
+        })
     }
 
     /// Reads every tensor back and compares its hash with that in the manifest of the files.
@@ -104,48 +138,72 @@ impl OpenDevice {
                     bytes.resize(view.len(), 0);
                     view.read(&mut bytes);
                     hash.write(&bytes);
-                    Ok(())
                 })?;
                 differences.extend(of.differs(region, &Digest { xxh3: hash.finish(), sha256: None }));
             }
         }
         Ok(differences)
     }
+}
 
-    /// Compares the tensors of one file.
-    fn compare<S: Queue<Addr = FileOffset>>(
-        &mut self,
-        file: &LoadedFile,
-        again: &mut Reread<'_, S>,
-        progress: &mut dyn FnMut(u64),
-    ) -> Result<(), Error> {
-        for (index, tensor) in file.model.tensors.iter().enumerate() {
-            self.read_back(file, index, &mut |offset, view| {
-                let from = tensor.at.bits() + offset;
-                if let Some(n) = again.first_difference(from, view)? {
-                    return Err(Error::Mismatch {
-                        path: file.path.clone(),
-                        tensor: tensor.name.clone(),
-                        offset: offset + n,
-                        at: FileOffset::new(from + n),
-                    });
-                }
-                progress(view.len() as u64);
-                Ok(())
-            })?;
-        }
-        Ok(())
+/// A queue whose operations compare what they would write with what the device has there, one after the other.
+struct Comparison<'a> {
+    queue: &'a mut JoinedQueue,
+    bounce: &'a mut Option<Bounce>,
+    state: QueueState,
+    waiting: Waiting,
+}
+
+impl Comparison<'_> {
+    fn compare(&mut self, operation: &Operation) -> Result<(), OpError> {
+        let (Work::Copy { host, at, .. }, Some(bounce)) = (&operation.work, &mut self.bounce) else { return Ok(()) };
+        let (at, file) = (*at, host.slice.as_volatile_slice());
+        let compared = bounce.read_each(self.queue, at, file.len() as u64, &mut |done, device| {
+            let differs = file.sub(done as usize, device.len()).and_then(|file| file.first_difference(device));
+            let found = |n| IoError::Failed { at, error: OpError::Differs { offset: done + n as u64 } };
+            differs.map_or(Ok(()), |n| Err(found(n)))
+        });
+        compared.map_err(|error| match error {
+            IoError::Failed { error, .. } => error,
+            other => broken(other),
+        })
     }
 }
 
-/// Why reading back ended early.
-enum Stopped {
-    Read(IoError),
-    Sink(Error),
-}
+impl Queue for Comparison<'_> {
+    type Addr = DeviceAddr;
 
-impl From<IoError> for Stopped {
-    fn from(error: IoError) -> Self {
-        Self::Read(error)
+    fn limits(&self) -> Limits {
+        Limits { capacity: 1, max_len: u64::MAX, max_parts: 1 }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FROM_HOST
+    }
+
+    fn in_flight(&self) -> usize {
+        self.state.in_flight()
+    }
+
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused> {
+        self.state.submit(operation, self.capabilities(), self.limits(), |_| Ok(()), &mut self.waiting)
+    }
+
+    fn flush(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+        let Some((ticket, operation)) = self.waiting.pop_front() else { return 0 };
+        self.state.ended();
+        let (result, bytes) = (self.compare(&operation), operation.bytes());
+        done.push(Completion { ticket, operation, result, bytes });
+        1
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion>, _: Duration) -> usize {
+        self.poll(done)
+    }
+
+    fn state(&self) -> Option<&QueueState> {
+        Some(&self.state)
     }
 }

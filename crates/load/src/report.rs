@@ -28,10 +28,6 @@ pub struct Report {
     pub transfers: u64,
     /// The most that the heap had handed out at once, in bytes.
     pub heap_peak: u64,
-    /// The most that the process's anonymous memory and huge pages grew to, in bytes (RssAnon + HugetlbPages).
-    pub resident_peak: u64,
-    /// The same before the load began.
-    pub resident_before: u64,
     /// The timeline of the load, if [`FillOptions::timeline`](crate::fill::FillOptions::timeline) asked for it.
     pub timeline: Option<StageTimeline>,
 }

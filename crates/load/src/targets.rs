@@ -1,70 +1,44 @@
 //! Destinations of a file's bytes: tensors, and the segments of the device memory that they lie in.
 
-use std::collections::VecDeque;
-use std::ops::Range;
-
-use dmalane_addr::{CardAddr, FileOffset};
 use dmalane_queue::DeviceAddr;
 
 use crate::device::LoadedFile;
-use crate::fill::Target;
+use crate::parts::{Runs, add_run};
 
 impl LoadedFile {
-    /// Cuts a range of the file into targets of at most `max_len` bytes each. The bytes of tensors go to their places
-    /// in device memory. Bytes of no tensor, such as the header, stay on the host.
-    pub(crate) fn cut(&self, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) {
-        let Self { model, layout, bo, .. } = self;
-        let Range { start: mut at, end } = range;
-        let mut index = model.index_at(FileOffset::new(at));
-        while let Some((tensor, place)) = model.tensors.get(index).zip(layout.places.get(index)) {
-            index += 1;
-            let start = tensor.at.bits().max(at);
-            let mut stop = tensor.at.bits() + tensor.len;
-            if start >= end {
-                break;
+    /// The ranges of the file that go to the device, and where. Neighbours of a run of the layout that are neighbours
+    /// in the file too go together; bytes of no tensor, such as the header, stay on the host.
+    pub(crate) fn places(&self) -> Runs {
+        let (mut all, mut of_run) = (Runs::new(), Runs::new());
+        let mut run = 0;
+        for (tensor, place) in self.model.tensors.iter().zip(&self.layout.places) {
+            if place.run != run {
+                all.append(&mut of_run);
+                run = place.run;
             }
-            if start >= stop {
-                continue;
+            let (mut at, end) = (tensor.at.bits(), place.bo_offset + tensor.len);
+            let segments = self.bo.as_ref().and_then(|bo| bo.sg().runs(place.bo_offset..end));
+            for segment in segments.into_iter().flatten() {
+                add_run(&mut of_run, at..at + segment.len, DeviceAddr::Card(segment.addr));
+                at += segment.len;
             }
-            if start > at {
-                out.push_back(Target { len: start - at, to: None });
-            }
-            let from = place.bo_offset + (start - tensor.at.bits());
-            // Neighbours of a run that are neighbours in the file too go together.
-            while stop < end
-                && let Some((next, beside)) = model.tensors.get(index).zip(layout.places.get(index))
-                && (beside.run, beside.bo_offset, next.at.bits()) == (place.run, from + (stop - start), stop)
-            {
-                (stop, index) = (stop + next.len, index + 1);
-            }
-            let stop = stop.min(end);
-            let runs = bo.as_ref().and_then(|bo| bo.sg().runs(from..from + (stop - start)));
-            for run in runs.expect("the buffer object holds every tensor") {
-                let mut done = 0;
-                while done < run.len {
-                    let len = (run.len - done).min(max_len);
-                    // Within a segment, which does not wrap.
-                    let to = DeviceAddr::Card(CardAddr::new(run.addr.bits() + done));
-                    out.push_back(Target { len, to: Some(to) });
-                    done += len;
-                }
-            }
-            at = stop;
         }
-        if at < end {
-            out.push_back(Target { len: end - at, to: None });
-        }
+        all.append(&mut of_run);
+        all
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::VecDeque;
     use std::sync::Arc;
 
     use crate::container::{Model, Tensor, raw};
+    use crate::fill::Targets;
     use crate::layout::Layout;
-    use dmalane_addr::{SgIndex, SgTable};
+    use crate::parts::{Parts, Places};
+    use dmalane_addr::{CardAddr, FileOffset, SgIndex, SgTable};
     use dmalane_vm::Bo;
     use proptest::prelude::*;
 
@@ -102,7 +76,8 @@ mod tests {
             let mut cuts = VecDeque::new();
             let mut file = LoadedFile::new("model".into(), Arc::new(model), layout, 0);
             file.bo = Some(Arc::new(Bo::new(1, sg)));
-            file.cut(from..to, max, &mut cuts);
+            let places = Places { parts: Parts::new([(at, None)]), runs: vec![file.places()] };
+            places.cut(0, from..to, max, &mut cuts).unwrap();
             let LoadedFile { model, layout, bo: Some(bo), .. } = &file else { unreachable!() };
             let mut at = from;
             for c in cuts {

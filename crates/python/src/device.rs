@@ -403,11 +403,8 @@ impl DeviceTensor {
     fn read_back(&self, sink: &mut dyn FnMut(usize, VolatileSlice<'_>)) -> Result<(), Failure> {
         let loaded = self.on.loaded.get()?.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(loaded) = &*loaded else { return Err(Failure::closed()) };
-        let read = lock(&self.on.device)?.read_back(&loaded.files[self.file], self.index, &mut |offset, view| {
-            sink(offset as usize, view);
-            Ok(())
-        });
-        Ok(read?)
+        let mut sink = |offset, view: VolatileSlice<'_>| sink(offset as usize, view);
+        Ok(lock(&self.on.device)?.read_back(&loaded.files[self.file], self.index, &mut sink)?)
     }
 }
 

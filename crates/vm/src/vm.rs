@@ -4,7 +4,7 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
-use dmalane_iopt::{Format, FormatId, Leaf, NamedAddr, PageTable, Run, Tables};
+use dmalane_iopt::{Error as TableError, Format, FormatId, Leaf, NamedAddr, PageTable, Run, Tables};
 
 use crate::facts::Facts;
 use crate::plan::{BindRun, Breaking, Invalidate, Lists, NO_PAGE, Scratch, Step};
@@ -92,7 +92,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         range: Span<DeviceVa>,
         reserved: Option<Span<DeviceVa>>,
         facts: &'static Facts,
-        table: impl FnOnce() -> Result<PageTable<F, DeviceVa, CardAddr, T>, dmalane_iopt::Error>,
+        table: impl FnOnce() -> Result<PageTable<F, DeviceVa, CardAddr, T>, TableError>,
     ) -> Result<Self, Error> {
         if let Some(reserved) = reserved {
             if !reserved.is_aligned(F::GRANULE) {
@@ -107,7 +107,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let bits = facts.input_bits;
         if range.last().bits() >> bits != 0 {
-            let source = dmalane_iopt::Error::InputRange { at: NamedAddr::of(range.first()), len: range.len(), bits };
+            let source = TableError::InputRange { at: NamedAddr::of(range.first()), len: range.len(), bits };
             return Err(Error::New { vm: range, source });
         }
         let reserved_pages = reserved.map_or((u64::MAX, 0), pages_of::<F>);
@@ -578,12 +578,21 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if bo.len() >> granule.log2() >= Record::MAX_PAGES {
             return Err(Error::BoTooLarge { bo: bo.id(), len: bo.len(), granule });
         }
-        if bo.is_mappable(granule, self.facts().output_bits, Record::MAX_PAGES) {
+        let bits = self.facts().output_bits;
+        if bo.is_mappable(granule, bits, Record::MAX_PAGES) {
             return Ok(());
         }
         // Not all of the buffer can be mapped. Perhaps this part of it can.
-        let checked = (self.facts().check)(bo, offset..offset + used);
-        checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })
+        for Segment { addr, len } in bo.sg().runs(offset..offset + used).into_iter().flatten() {
+            let at = NamedAddr::of(addr);
+            let source = match addr.bits() + (len - 1) {
+                _ if (addr.bits() | len) & (granule.bytes() - 1) != 0 => TableError::Misaligned { at, len, granule },
+                last if last >> bits != 0 => TableError::OutputRange { at, len, bits },
+                _ => continue,
+            };
+            return Err(Error::Segment { va, bo: bo.id(), source });
+        }
+        Ok(())
     }
 
     #[inline(always)]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
-use dmalane_iopt::{Arm64S1_4k, Error, FaultKind, Format, HeapTables, PageTable, TableEstimate, X86_64_4Level, walk};
+use dmalane_iopt::{Arm64S1_4k, Error, FaultKind, Format, HeapTables, PageTable, X86_64_4Level, walk};
 use arbitrary::Arbitrary;
 
 use crate::structured;
@@ -165,9 +165,8 @@ fn map<F: Format>(table: &mut Table<F>, model: &mut Model, at: u64, to: u32, pie
         Ok(bytes) => {
             assert!(!taken && (at + pages) * PAGE <= 1 << F::INPUT_BITS);
             assert_eq!(bytes, pages * PAGE);
-            let mut estimate = TableEstimate::<F>::new();
-            estimate.map_sg(iova, segments()).unwrap();
-            assert!(table.tables().in_use() - in_use <= estimate.tables(), "more tables than estimated");
+            let most = Span::new(iova, bytes).map_or(0, Table::<F>::max_tables_for);
+            assert!(table.tables().in_use() - in_use <= most, "more tables than can be needed");
             let mut page = at;
             for (to, pages) in list.into_iter().filter(|(_, pages)| *pages > 0) {
                 model.0.insert(page, Extent { pages, to, access });
@@ -190,13 +189,12 @@ fn unmap<F: Format>(table: &mut Table<F>, model: &mut Model, at: u64, pages: u64
     let Some(span) = Span::new(Iova::new(at * PAGE), pages * PAGE) else { return };
     let mapped: u64 = model.within(at, pages).iter().map(|(_, e)| e.pages).sum();
     let in_use = table.tables().in_use();
-    let mut estimate = TableEstimate::<F>::new();
-    estimate.unmap(span);
     match table.unmap(span) {
         Ok(flush) => {
             assert_eq!(flush.bytes(), mapped * PAGE);
             assert!(flush.span().covers(&span) && (mapped > 0 || flush.is_empty()));
-            assert!(table.tables().in_use() <= in_use + estimate.tables(), "more tables than estimated");
+            let most = Table::<F>::max_tables_for(span);
+            assert!(table.tables().in_use() <= in_use + most, "more tables than can be needed");
             table.free_tables(flush);
             assert_eq!(model.remove(at, pages), mapped);
         }

@@ -14,7 +14,6 @@ use serde::Serialize;
 use crate::device;
 use crate::failure::Failure;
 use crate::layout::plain;
-use crate::number::within;
 use crate::output;
 use crate::range::Range;
 use crate::size::{self, Size};
@@ -46,7 +45,7 @@ pub(crate) struct BarMap {
     devices: Vec<Bdf>,
 
     /// The BAR, from 0 to 5 [default: the largest that can be mapped]
-    #[arg(long, value_name = "N", value_parser = within::<u32>(0..=5))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=5))]
     region: Option<u32>,
 
     /// Only this part of the BAR, in whole pages: 4KiB..1GiB; either end may be left out
@@ -64,7 +63,7 @@ pub(crate) struct BarMap {
     align: BarAlignment,
 
     /// Times to map for DMA and unmap, from 1 to 1000, as a guest does while it boots
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     times: u32,
 
     /// Print the result as JSON

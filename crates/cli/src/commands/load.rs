@@ -18,7 +18,7 @@ use crate::failure::Failure;
 use crate::model;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
-use crate::room::LoadRoom;
+use crate::room;
 use crate::runs::{self, MeasuredRuns, RunOptions};
 use crate::size::Size;
 use crate::source::{self, Copied};
@@ -143,27 +143,26 @@ impl Load {
         if let Some(unknown) = unknown {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
-        let room = LoadRoom::of(&mut device, &self.device, &self.placement);
         let (mut inputs, odd) = match files {
             Some(files) => files,
-            None => (self.make_sample(&room)?, Vec::new()),
+            None => (self.make_sample(&mut device)?, Vec::new()),
         };
         let outputs = outputs.excluding(&output::device_files(device.backing_files())?)?;
         device::check_inputs(&self.device, device.backing_files(), &read)?;
         if self.dry_run {
-            return self.plan(&mut device, &room, &inputs);
+            return self.plan(&mut device, &inputs);
         }
         let manifest = model::manifest(self.run.manifest.as_deref())?;
         let (mut all, mut cold) = (Vec::new(), None);
         for _ in 1..self.run.repeat {
             self.run.drop_cached(inputs.iter().map(|input| &input.source), &mut cold)?;
-            all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest)?);
+            all.push(self.load_onto(&mut device, &mut inputs, &manifest)?);
             // A device may be open once.
             drop(device);
             device = device::open(&self.device, &options)?;
         }
         self.run.drop_cached(inputs.iter().map(|input| &input.source), &mut cold)?;
-        all.push(self.load_onto(&mut device, &room, &mut inputs, &manifest)?);
+        all.push(self.load_onto(&mut device, &mut inputs, &manifest)?);
         let walls: Vec<_> = all.iter().map(|run| run.loaded.report.wall).collect();
         let run = all.swap_remove(runs::median(&walls));
         let runs = MeasuredRuns {
@@ -202,14 +201,9 @@ impl Load {
     }
 
     /// Prints what a load would do.
-    fn plan(
-        &self,
-        device: &mut OpenDevice,
-        room: &LoadRoom<'_>,
-        inputs: &[Input<FileQueue>],
-    ) -> Result<ExitCode, Failure> {
+    fn plan(&self, device: &mut OpenDevice, inputs: &[Input<FileQueue>]) -> Result<ExitCode, Failure> {
         let placed = device.place_files(inputs, &self.placement);
-        let placed = placed.map_err(|e| room.load_failure(&e, device, inputs))?;
+        let placed = placed.map_err(|e| room::load_failure(&e))?;
         let (name, text) = (self.device.to_string(), |name: &str| report::plan_text(name, &placed, inputs, self.list));
         let told = output::tell(self.run.format.json, || report::plan_json(&name, &placed), || text(&name))?;
         device.unload(placed)?;
@@ -233,7 +227,6 @@ impl Load {
     fn load_onto(
         &self,
         device: &mut OpenDevice,
-        room: &LoadRoom<'_>,
         inputs: &mut [Input<FileQueue>],
         manifest: &Manifest,
     ) -> Result<Run, Failure> {
@@ -247,7 +240,7 @@ impl Load {
         let result = device.load_checked(inputs, &self.placement, manifest, &mut |n| bar.advance(n));
         let refused = |e| match model::differs("nothing was loaded", &e) {
             Some(failure) => failure,
-            None => room.load_failure(&e, device, inputs),
+            None => room::load_failure(&e),
         };
         let mut loaded = result.map_err(refused)?;
         bar.finish();
@@ -261,7 +254,7 @@ impl Load {
             loaded.report.verified = Some(result.map_err(|e| verify_failure(&e))?);
             bar.finish();
         }
-        let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
+        let heap_peak = device.heap().stats().peak as u64;
         Ok(Run {
             loaded,
             space: device.address_space().kind(),
@@ -269,7 +262,6 @@ impl Load {
             iommu,
             touched,
             heap_peak,
-            resident_peak,
             notes: device.notes(),
         })
     }
@@ -293,9 +285,9 @@ impl Load {
     }
 
     /// The sample that was asked for, if it fits the card.
-    fn make_sample(&self, room: &LoadRoom<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+    fn make_sample(&self, device: &mut OpenDevice) -> Result<Vec<Input<FileQueue>>, Failure> {
         let size = self.sample.map_or(0, Size::bytes);
-        room.check_sample(size)?;
+        room::check_sample(size, device, &self.device, &self.placement)?;
         let file = OpenFile::new(sample::NAME, sample::make(size, self.run.format.shows_progress())?);
         Ok(vec![file.into_input(self.run.mode.options()).map_err(model::failure)?])
     }

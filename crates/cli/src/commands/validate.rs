@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::{Args, value_parser};
 use dmalane::devices::Ability;
 use dmalane::validate::{
     Allocation, Channels, Contents, Directions, Pages, Phase, Stop, TestedDevice, ValidateError, ValidateEvent,
@@ -25,7 +25,7 @@ use signal_hook::flag;
 
 use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
-use crate::number::{seconds, within};
+use crate::number::seconds;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::report::Page;
@@ -61,11 +61,11 @@ pub(crate) struct Validate {
     device: DeviceSpec,
 
     /// Threads, from 1 to 64
-    #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = within::<u8>(1..=64))]
+    #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = value_parser!(u8).range(1..=64))]
     threads: u8,
 
     /// Transfers in flight per thread and direction, from 1 to 64, each with a buffer
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u8>(1..=64))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u8).range(1..=64))]
     iodepth: u8,
 
     /// Sizes of buffers, such as 16MiB or 4KiB,64KiB,1MiB
@@ -86,7 +86,7 @@ pub(crate) struct Validate {
     duration: Duration,
 
     /// Transfers of each buffer per measurement, instead of a duration
-    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = within::<u64>(1..=u64::MAX))]
+    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = value_parser!(u64).range(1..))]
     iterations: Option<u64>,
 
     #[command(flatten)]
@@ -332,18 +332,17 @@ impl Validate {
                 let half = positions / 2;
                 format!("thread N reads at position 2N and writes at 2N+1; one direction alone uses the first {half}")
             }
-            E::TooSmall { needed, have, memory } => {
+            E::TooSmall { have, .. } => {
                 let room = have.saturating_sub(offset) / buffers / 4096 * 4096;
-                // Stripes may need more of one half of the HBM than of the other.
-                let bytes = if *memory == "HBM" { needed.saturating_mul(2) } else { *needed };
-                let grow = self.device.more(&memory.to_lowercase(), bytes);
-                let grow = grow.unwrap_or_else(|| "a device with more memory".to_owned());
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --starting-offset".to_owned(),
                     0 => "smaller buffers".to_owned(),
                     room => format!("--buffer-size {}", Size::new(room)),
                 };
-                format!("there are {buffers} buffers: {smaller}, fewer of them (-j, --iodepth), or {grow}")
+                format!(
+                    "there are {buffers} buffers: {smaller}, fewer of them (-j, --iodepth), or a device with more \
+                     memory"
+                )
             }
             E::NoChannel { has: 1, .. } => "without --mm-channel its only channel is used".to_owned(),
             E::NoChannel { .. } => "--mm-channel auto uses all of them".to_owned(),

@@ -232,9 +232,7 @@ fn a_sample_that_does_not_fit_is_not_written() {
         let load = |device| ["load", "--sample", "3MiB", "-d", device, "--placement", placement];
         let text = complains(&load(device), 1);
         assert!(text.starts_with("dmalane: a sample of 3 MiB does not fit: "), "{text}");
-        // The device that it names is enough.
-        let enough = text.split("\nhint: -d ").nth(1).unwrap().strip_suffix(" is enough\n").unwrap();
-        assert!(run(&load(enough)).status.success(), "{enough}");
+        assert!(text.contains("\nhint: load less at a time, or onto a device with more memory;"), "{text}");
     }
     let disk = rustix::fs::statvfs(std::env::temp_dir()).unwrap();
     let gib = ((disk.f_bavail * disk.f_frsize) >> 30) + 2;
@@ -242,49 +240,21 @@ fn a_sample_that_does_not_fit_is_not_written() {
         let text = complains(&["load", "--sample", &format!("{gib}GiB"), "-d", "soft,ddr=256GiB"], 1);
         assert!(text.contains(&format!("a sample of {gib} GiB does not fit in ")), "{text}");
     }
-    let text = complains(&["load", "--sample", "1TiB"], 1);
-    assert!(text.contains("\nhint: that is more than ddr=SIZE can be (256GiB)"), "{text}");
 }
 
 #[test]
-fn plain_memory_needs_no_more_than_its_files() {
-    let folder = folder("plain-room");
-    std::fs::write(folder.join("small"), [1; 5000]).unwrap();
-    std::fs::write(folder.join("other"), [1; 5000]).unwrap();
-    std::fs::write(folder.join("large"), vec![1; 6_000_000]).unwrap();
-    for (line, tight, enough) in [
-        ("load small", "4KiB", "ram:16KiB"),
-        ("load small other large", "4KiB", "ram:8MiB"),
-        ("load --sample 3MiB", "1MiB", "ram:4MiB"),
-    ] {
-        let on = |device: &str| {
-            let words: Vec<&str> = line.split(' ').chain(["-d", device]).collect();
-            command(&words).current_dir(&folder).output().unwrap()
-        };
-        let said = stderr(&on(&format!("ram:{tight}"))).to_owned();
-        assert!(said.contains(&format!("hint: -d {enough} is enough")), "{line}: {said}");
-        assert!(on(enough).status.success(), "{line}");
-    }
-}
-
-#[test]
-fn a_full_card_says_how_large_is_enough() {
+fn a_full_card_says_what_helps() {
     let folder = folder("full");
     for name in ["a", "b", "c"] {
         std::fs::File::create(folder.join(name)).unwrap().set_len(5 << 20).unwrap();
     }
     for (placement, option) in [("ddr", "ddr"), ("hbm-half", "hbm"), ("hbm", "hbm")] {
-        let load = |device: &str| {
-            let args = ["load", "a", "b", "c", "--placement", placement, "-d", device];
-            command(&args).current_dir(&folder).output().unwrap()
-        };
-        let output = load(&format!("soft,{option}=8MiB"));
+        let device = format!("soft,{option}=8MiB");
+        let args = ["load", "a", "b", "c", "--placement", placement, "-d", &device];
+        let output = command(&args).current_dir(&folder).output().unwrap();
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{text}");
-        let hint = text.split("\nhint: -d ").nth(1).unwrap_or_else(|| panic!("{text}"));
-        let enough = hint.strip_suffix(" is enough\n").unwrap();
-        let output = load(enough);
-        assert!(output.status.success(), "{placement} {enough}: {}", stderr(&output));
+        assert!(text.contains("\nhint: load less at a time, or onto a device with more memory;"), "{text}");
     }
 }
 
@@ -805,7 +775,7 @@ fn a_dry_run_says_where_everything_would_be() {
     let text = stdout(&text);
     assert!(text.starts_with("Would load 5 tensors in 1 file onto soft: 2"), "{text}");
     assert!(text.contains("\nembeddings.weight ") && text.lines().all(|line| line.len() <= 100), "{text}");
-    assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: -d ram:"));
+    assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: load less at a time"));
     complains(&["load", &model, "--dry-run", "--trace", "x"], 2);
     // A file device keeps its bytes.
     let memory = folder.join("memory");
@@ -936,9 +906,4 @@ fn hints_about_memory_agree() {
     for text in [loaded, read, verbose] {
         assert!(!text.contains("hugetlb 2 MiB") || text.contains(&said), "{said}: {text}");
     }
-    // Tables do not take from the memory that is too small: what is enough is not much more than the file.
-    let text = complains(&["load", "--sample", "80MiB", "-d", "soft,ddr=8MiB"], 1);
-    assert!(text.contains("-d soft,ddr=88MiB is enough"), "{text}");
-    let enough = ["load", "--sample", "80MiB", "-d", "soft,ddr=88MiB"];
-    assert!(run(&enough).status.success());
 }

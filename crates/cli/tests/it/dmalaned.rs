@@ -80,7 +80,7 @@ fn mistakes_are_told() {
     let nowhere = "/nonexistent/place/socket";
     for (args, status, said) in [
         (&["--mode", "999"][..], 2, "octal"),
-        (&["--client-queues", "17"], 2, "not a whole number from 1 to 16"),
+        (&["--client-queues", "17"], 2, "is not in 1..=16"),
         (&["--client-ddr", "3"], 2, "multiple of 2 MiB"),
         (&["--ddr", "1GiB", "--client-ddr", "2GiB"], 2, "DDR of a client"),
         (&["--socket", nowhere], 1, "hint: mkdir -p /nonexistent/place"),

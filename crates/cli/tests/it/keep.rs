@@ -138,7 +138,6 @@ fn read_back(device: &mut OpenDevice, file: &LoadedFile, index: usize) -> Vec<u8
     let mut bytes = vec![0; file.tensor(index).tensor.len as usize];
     let mut sink = |at: u64, view: VolatileSlice<'_>| {
         view.read(&mut bytes[at as usize..][..view.len()]);
-        Ok(())
     };
     device.read_back(file, index, &mut sink).unwrap();
     bytes

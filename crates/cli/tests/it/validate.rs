@@ -284,8 +284,8 @@ fn a_character_device_needs_to_be_asked_for() {
 fn a_bad_command_line_is_explained() {
     let (_file, file) = file(1 << 20);
     for (args, why) in [
-        (&["-j", "0"][..], "not a whole number from 1 to 64"),
-        (&["-j", "65"], "not a whole number from 1 to 64"),
+        (&["-j", "0"][..], "is not in 1..=64"),
+        (&["-j", "65"], "is not in 1..=64"),
         (&["--buffer-size", "5000"], "not a multiple of 4KiB"),
         (&["--buffer-size", "0"], "not from 4KiB to 1GiB"),
         (&["--buffer-size", "2GiB"], "not from 4KiB to 1GiB"),
@@ -299,7 +299,7 @@ fn a_bad_command_line_is_explained() {
         (&["--buffer-size", "4KiB,"], "not a size"),
         (&["--mm-channel", "both"], "neither `auto` nor a channel"),
         (&["--channel-allocation", "random"], "possible values: auto, paired"),
-        (&["--iterations", "0"], "not a whole number of at least 1"),
+        (&["--iterations", "0"], "0 is not in 1.."),
         (&["--duration", "0"], "not a number of seconds from 0.000001"),
         (&["--duration", "-1"], "not a number of seconds from 0.000001"),
         (&["--iterations", "1", "--duration", "1"], "cannot be used with"),
@@ -337,7 +337,7 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
         (
             &["--buffer-size", "4MiB", "--placement", "ddr"][..],
             "DDR has 8 MiB",
-            "--buffer-size 2MiB, fewer of them (-j, --iodepth), or -d soft,ddr=16MiB,hbm=8MiB",
+            "--buffer-size 2MiB, fewer of them (-j, --iodepth), or a device with more memory",
         ),
         (&["--buffer-size", "4MiB", "--placement", "hbm"], "HBM has 8 MiB", hint),
         (&["--starting-offset", "8MiB", "--placement", "ddr"], "DDR has 8 MiB", "a smaller --starting-offset"),
@@ -349,7 +349,7 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
             "the region of a channel has 4 MiB",
             "--channel-region-stride",
         ),
-        (&["-d", &device], "has 96 KiB", "--buffer-size 24KiB, fewer of them (-j, --iodepth), or a file of 256KiB"),
+        (&["-d", &device], "has 96 KiB", "--buffer-size 24KiB, fewer of them (-j, --iodepth), or a device with more"),
         (&["-d", &missing], "No such file", "hint: `truncate -s 1GiB "),
         (&["-d", &folder], "is a directory, which has no addresses", ""),
         (&["-d", "file:/dev/zero"], "/dev/zero is a character device", "hint: name the first address that may"),

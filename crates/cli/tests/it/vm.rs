@@ -32,7 +32,7 @@ fn a_bench_prints_the_lines_of_the_original_program() {
         ("4KiB", 2, "BO_SIZE is not 1 to 2^24 whole pages of 16KiB"),
         ("20KiB", 2, "BO_SIZE is not 1 to 2^24 whole pages of 16KiB"),
         ("1TiB", 2, "BO_SIZE is not 1 to 2^24 whole pages of 16KiB"),
-        ("4GiB 1", 2, "not a whole number from 2 to"),
+        ("4GiB 1", 2, "1 is not in 2..="),
         ("4GiB 1000 -d soft -f agx-uat", 2, "cannot be used with"),
     ] {
         let (got, stdout, stderr) = run(&format!("vm bench {args}"));

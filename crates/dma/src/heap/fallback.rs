@@ -1,4 +1,4 @@
-//! The fallback chain of page kinds, and the two heaps that use it: anonymous memory, and memory behind a memfd.
+//! The heaps that fall back from one kind of pages to the next: anonymous memory, and memory behind a memfd.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -26,36 +26,44 @@ impl PageKind {
 }
 
 const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
-const ANONYMOUS: &str = "enabled";
-const SHARED_SWITCH: &str = "shmem_enabled";
 
-/// Maps memory with a given kind of pages.
-type Map<'a> = &'a dyn Fn(NonZeroUsize, PageKind) -> io::Result<Region>;
-
-/// Tries page kinds from the best one down to 4 KiB pages.
-struct FallbackChain {
+/// Memory of the kernel, private or behind a file descriptor: [`AnonHeap`] and [`MemfdHeap`]. It tries page kinds from
+/// the best one down to 4 KiB pages.
+pub struct PageHeap<const SHARED: bool> {
     best: PageKind,
-    /// The kernel's switch for transparent huge pages in this kind of memory.
-    switch: &'static str,
     /// Buffers have a multiple of these bytes.
     multiple: usize,
     counters: Arc<Counters>,
 }
 
-impl FallbackChain {
-    fn new(best: PageKind, switch: &'static str) -> Self {
-        Self { best, switch, multiple: page(), counters: Arc::default() }
+/// Private anonymous memory: the fastest target for direct I/O. It cannot be shared with another process.
+pub type AnonHeap = PageHeap<false>;
+
+/// Memory behind a file descriptor, sealed against shrinking: other processes and drivers can map it.
+pub type MemfdHeap = PageHeap<true>;
+
+impl<const SHARED: bool> PageHeap<SHARED> {
+    const KIND: &'static str = if SHARED { "memfd memory" } else { "anonymous memory" };
+
+    /// A heap that tries hugetlb pages, then transparent huge pages, then 4 KiB pages.
+    pub fn new() -> Self {
+        Self::starting_at(PageKind::Hugetlb2M)
+    }
+
+    /// A heap whose fallback chain starts at `best`.
+    pub fn starting_at(best: PageKind) -> Self {
+        Self { best, multiple: page(), counters: Arc::default() }
+    }
+
+    /// Buffers are multiples of `bytes`, a power of two, if that is more than a page of the kernel.
+    #[must_use]
+    pub fn in_multiples_of(self, bytes: usize) -> Self {
+        Self { multiple: bytes.max(page()), ..self }
     }
 
     /// Maps memory with the best page kind that works. `populate`: a kind counts as failed when its pages cannot be
     /// made present.
-    fn map_best(
-        &self,
-        len: usize,
-        populate: bool,
-        kind: &'static str,
-        map: Map<'_>,
-    ) -> Result<(Region, PageBacking), Error> {
+    fn map_best(&self, len: usize, populate: bool) -> Result<(Region, PageBacking), Error> {
         let base =
             len.checked_next_multiple_of(self.multiple).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let mut passed_over = Vec::new();
@@ -82,41 +90,28 @@ impl FallbackChain {
                     }
                 }
             }
-            let mapped = transparent_allowed(candidate, self.switch).and_then(|()| {
-                self.attempt(bytes, candidate, populate, map).map_err(|e| refusal(candidate, bytes.get(), &e))
+            let mapped = transparent_allowed(candidate, SHARED).and_then(|()| {
+                Self::attempt(bytes, candidate, populate).map_err(|e| refusal(candidate, bytes.get(), &e))
             });
             match mapped {
                 Ok(region) => return Ok((region, PageBacking { kind: candidate, passed_over })),
                 Err(why) => passed_over.push((candidate, why)),
             }
         }
-        let region = self.attempt(base, PageKind::Base, populate, map).map_err(|source| Error::Allocate {
+        let region = Self::attempt(base, PageKind::Base, populate).map_err(|source| Error::Allocate {
             len,
-            kind,
+            kind: Self::KIND,
             source,
         })?;
         Ok((region, PageBacking { kind: PageKind::Base, passed_over }))
     }
 
-    fn attempt(&self, len: NonZeroUsize, kind: PageKind, populate: bool, map: Map<'_>) -> io::Result<Region> {
-        let region = map(len, kind)?;
+    fn attempt(len: NonZeroUsize, kind: PageKind, populate: bool) -> io::Result<Region> {
+        let region = if SHARED { Region::memfd("dmalane", len, kind) } else { Region::anonymous(len, kind) }?;
         if populate {
             region.populate(0, region.len())?;
         }
         Ok(region)
-    }
-
-    fn allocate(&self, len: usize, kind: &'static str, map: Map<'_>) -> Result<CpuBuf, Error> {
-        let (region, backing) = self.map_best(len, true, kind, map)?;
-        let refused = |_| Error::Allocate { len, kind, source: io::Error::other("a new region was already exported") };
-        let account = Account::open(&self.counters, region.len());
-        Ok(CpuBuf::new(Exclusive::new(region).map_err(refused)?, backing, account))
-    }
-
-    fn reserve(&self, len: usize, kind: &'static str, map: Map<'_>) -> Result<Reserved, Error> {
-        let (region, backing) = self.map_best(len, false, kind, map)?;
-        let account = Account::open(&self.counters, region.len());
-        Ok(Reserved::new(region, backing, account, kind))
     }
 }
 
@@ -132,7 +127,7 @@ fn refusal(kind: PageKind, bytes: usize, error: &io::Error) -> NoPages {
 }
 
 /// Checks that transparent huge pages are enabled: anonymous memory and shared memory have separate settings.
-fn transparent_allowed(kind: PageKind, switch: &str) -> Result<(), NoPages> {
+fn transparent_allowed(kind: PageKind, shared: bool) -> Result<(), NoPages> {
     if kind != PageKind::Transparent {
         return Ok(());
     }
@@ -140,46 +135,11 @@ fn transparent_allowed(kind: PageKind, switch: &str) -> Result<(), NoPages> {
     if let Some(page) = size.ok().and_then(|text| text.trim().parse::<usize>().ok()).filter(|page| *page > HUGE) {
         return Err(NoPages::TooLarge { page });
     }
+    let (switch, enable) = if shared { ("shmem_enabled", "advise") } else { ("enabled", "madvise") };
     let file = Path::new(SWITCHES).join(switch);
     match std::fs::read_to_string(&file) {
-        Ok(text) if text.contains("[never]") || text.contains("[deny]") => {
-            Err(NoPages::SwitchedOff { file, enable: if switch == ANONYMOUS { "madvise" } else { "advise" } })
-        }
+        Ok(text) if text.contains("[never]") || text.contains("[deny]") => Err(NoPages::SwitchedOff { file, enable }),
         _ => Ok(()),
-    }
-}
-
-/// Memory of the kernel, private or behind a file descriptor: [`AnonHeap`] and [`MemfdHeap`].
-pub struct PageHeap<const SHARED: bool>(FallbackChain);
-
-/// Private anonymous memory: the fastest target for direct I/O. It cannot be shared with another process.
-pub type AnonHeap = PageHeap<false>;
-
-/// Memory behind a file descriptor, sealed against shrinking: other processes and drivers can map it.
-pub type MemfdHeap = PageHeap<true>;
-
-impl<const SHARED: bool> PageHeap<SHARED> {
-    const KIND: &'static str = if SHARED { "memfd memory" } else { "anonymous memory" };
-
-    /// A heap that tries hugetlb pages, then transparent huge pages, then 4 KiB pages.
-    pub fn new() -> Self {
-        Self::starting_at(PageKind::Hugetlb2M)
-    }
-
-    /// A heap whose fallback chain starts at `best`.
-    pub fn starting_at(best: PageKind) -> Self {
-        Self(FallbackChain::new(best, if SHARED { SHARED_SWITCH } else { ANONYMOUS }))
-    }
-
-    /// Buffers are multiples of `bytes`, a power of two, if that is more than a page of the kernel.
-    #[must_use]
-    pub fn in_multiples_of(mut self, bytes: usize) -> Self {
-        self.0.multiple = bytes.max(page());
-        self
-    }
-
-    fn map(len: NonZeroUsize, pages: PageKind) -> io::Result<Region> {
-        if SHARED { Region::memfd("dmalane", len, pages) } else { Region::anonymous(len, pages) }
     }
 }
 
@@ -199,19 +159,25 @@ impl<const SHARED: bool> Default for PageHeap<SHARED> {
 
 impl<const SHARED: bool> Heap for PageHeap<SHARED> {
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
-        self.0.allocate(len, Self::KIND, &Self::map)
+        let (region, backing) = self.map_best(len, true)?;
+        let exported = || io::Error::other("a new region was already exported");
+        let refused = |_| Error::Allocate { len, kind: Self::KIND, source: exported() };
+        let account = Account::open(&self.counters, region.len());
+        Ok(CpuBuf::new(Exclusive::new(region).map_err(refused)?, backing, account))
     }
 
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
-        self.0.reserve(len, Self::KIND, &Self::map)
+        let (region, backing) = self.map_best(len, false)?;
+        let account = Account::open(&self.counters, region.len());
+        Ok(Reserved::new(region, backing, account, Self::KIND))
     }
 
     fn capabilities(&self) -> HeapCapabilities {
-        HeapCapabilities { shareable: SHARED, dma_buf: SHARED && has_udmabuf(), best_pages: self.0.best }
+        HeapCapabilities { shareable: SHARED, dma_buf: SHARED && has_udmabuf(), best_pages: self.best }
     }
 
     fn stats(&self) -> HeapStats {
-        self.0.counters.stats()
+        self.counters.stats()
     }
 
     fn name(&self) -> &'static str {

@@ -11,7 +11,7 @@ use dmalane_dma::error_chain;
 use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::{SERVER_UID, SpecOption, uid};
-use super::soft::{SoftSpec, memory};
+use super::soft::memory;
 use crate::open_options::OpenOptions;
 
 /// A function of a daemon's card, `daemon[:SOCKET]`.
@@ -95,10 +95,5 @@ impl Spec for DaemonSpec {
             },
             facts: Vec::new(),
         }]
-    }
-
-    fn more(name: &str, group: &str, bytes: u64) -> Option<String> {
-        let more = SoftSpec::more(name, group, bytes)?;
-        Some(format!("{more} of a daemon that gives a client as much (dmalaned --client-{group})"))
     }
 }

@@ -5,7 +5,7 @@ use std::error::Error;
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 
 use super::kind::{Ability, OpenResult, Spec};
-use super::option::{SpecOption, rough};
+use super::option::SpecOption;
 use crate::open_options::OpenOptions;
 
 /// One file, or one for each direction: `file:PATH`.
@@ -51,9 +51,5 @@ impl Spec for FileSpec {
         let (overwrite, threads) =
             (self.options.overwrite || options.overwrite, options.threads.unwrap_or(self.options.threads));
         Ok(Box::new(FileDevice::open(self.paths.clone(), FileDeviceOptions { overwrite, threads, ..self.options })?))
-    }
-
-    fn more(_: &str, _: &str, bytes: u64) -> Option<String> {
-        Some(format!("a file of {}", rough(bytes)))
     }
 }

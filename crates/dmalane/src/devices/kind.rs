@@ -50,12 +50,6 @@ pub trait Spec: Clone + fmt::Debug + Send + Sync + Sized + 'static {
     fn list(_root: &Path) -> Vec<Listed> {
         Vec::new()
     }
-
-    /// Names a device as `name` does, but with that many bytes in a group of its regions, in words of the command line;
-    /// `None` where there is none.
-    fn more(_name: &str, _group: &str, _bytes: u64) -> Option<String> {
-        None
-    }
 }
 
 /// Properties and needs of a kind of device.
@@ -87,7 +81,6 @@ pub struct DeviceKind {
     pub(crate) parse: fn(&str) -> Result<AnySpec, BadDeviceSpec>,
     pub(crate) open: fn(&AnySpec, &OpenOptions) -> OpenResult,
     list: fn(&Path) -> Vec<Listed>,
-    pub(crate) more: fn(&str, &str, u64) -> Option<String>,
 }
 
 impl DeviceKind {
@@ -102,7 +95,6 @@ impl DeviceKind {
             parse: |text| parse::<S>(text).map(|spec| Arc::new(spec) as AnySpec),
             open: |spec, options| spec.downcast_ref::<S>().expect("a name of this kind").open(options),
             list: S::list,
-            more: S::more,
         }
     }
 

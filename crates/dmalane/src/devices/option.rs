@@ -173,18 +173,6 @@ pub(super) fn bytes(text: &str) -> Result<u64, String> {
     size::nonzero(text).map(Size::bytes).map_err(|e| e.to_string())
 }
 
-/// At least `bytes` in few digits, and exact where they are few.
-pub(super) fn rough(bytes: u64) -> Size {
-    if bytes < 1 << 20 { Size::new(bytes) } else { Size::about(bytes) }
-}
-
-/// A name with this value of an option, in place of another.
-pub(super) fn with_value(name: &str, key: &str, value: impl Display) -> String {
-    let (before, after) = name.split_once(&format!(",{key}=")).unwrap_or((name, ""));
-    let rest = after.find(',').map_or("", |at| &after[at..]);
-    format!("{before},{key}={value}{rest}")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

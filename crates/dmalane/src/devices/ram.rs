@@ -5,7 +5,7 @@ use std::error::Error;
 use dmalane_device::RamDevice;
 
 use super::kind::{OpenResult, Spec};
-use super::option::{bytes, rough};
+use super::option::bytes;
 use crate::open_options::OpenOptions;
 
 /// Plain memory of a size, `ram:SIZE`.
@@ -26,9 +26,5 @@ impl Spec for RamSpec {
 
     fn open(&self, _: &OpenOptions) -> OpenResult {
         Ok(Box::new(RamDevice::new(self.bytes)?))
-    }
-
-    fn more(_: &str, _: &str, bytes: u64) -> Option<String> {
-        Some(format!("-d ram:{}", rough(bytes)))
     }
 }

@@ -10,7 +10,7 @@ use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use super::card::CardOptions;
 use super::kind::{Ability, Listed, OpenResult, Spec};
-use super::option::{SpecOption, bytes, number, with_value};
+use super::option::{SpecOption, bytes, number};
 use crate::open_options::OpenOptions;
 use crate::size::{Size, binary};
 
@@ -161,12 +161,6 @@ impl Spec for SoftSpec {
                 ("channels", Some(CardConfig::default().channels.to_string())),
             ],
         }]
-    }
-
-    fn more(name: &str, group: &str, bytes: u64) -> Option<String> {
-        let size = Size::about(bytes);
-        let has = matches!(group, "ddr" | "hbm") && size.bytes() <= MOST;
-        has.then(|| format!("-d {}", with_value(name, group, size)))
     }
 }
 

@@ -142,7 +142,6 @@ fn every_setting_delivers_every_byte() {
                     let mut take = |offset: u64, view: VolatileSlice<'_>| {
                         assert_eq!(offset, copied.len() as u64);
                         view.for_each_block(|block| copied.extend_from_slice(block));
-                        Ok(())
                     };
                     soft.device.read_back(&loaded.files[0], index, &mut take).unwrap();
                     assert!(original[tensor.at.bits() as usize..][..tensor.len as usize] == copied, "{}", tensor.name);

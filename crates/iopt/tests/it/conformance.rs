@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::formats::{Failing, Geometry, MapList, Sizes, all_accesses, geometry, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Armv7, Entry, Error, FaultKind, Foreign, Format, FormatId, HeapTables, NamedAddr, PageTable, TableEstimate,
-    TableImage, TablePool, TableShape, Tables, walk, walk_privileged,
+    Armv7, Entry, Error, FaultKind, Foreign, Format, FormatId, HeapTables, NamedAddr, PageTable, TableImage, TablePool,
+    TableShape, Tables, walk, walk_privileged,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{TestCaseError, TestRunner};
@@ -225,8 +225,6 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
     match op {
         Op::Map { at, segments, access } => {
             let len: u64 = segments.iter().map(|s| s.1).sum();
-            let mut estimate = TableEstimate::<F>::new();
-            let estimated = estimate.map_sg(Iova::new(*at), list(segments));
             let (result, tables) = insist(table, model, |t| match segments[..] {
                 [(out, len)] => t.map(Iova::new(*at), PhysAddr::new(out), len, *access).map(|()| len),
                 // Here by its own name, with an iterator that makes segments as they are asked for.
@@ -238,8 +236,7 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
                 Ok(bytes) => {
                     prop_assert!(taken.is_none() && at + len <= limit);
                     prop_assert_eq!(bytes, len);
-                    prop_assert!(estimated.is_ok() && tables <= estimate.tables());
-                    prop_assert!(estimate.tables() <= Table::<F, Failing>::max_tables_for(span(*at, len)));
+                    prop_assert!(tables <= Table::<F, Failing>::max_tables_for(span(*at, len)));
                     model.map::<F>(*at, segments, *access);
                 }
                 Err(Error::Overlap { at: place }) => {
@@ -247,7 +244,6 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
                 }
                 Err(Error::InputRange { .. }) => {
                     prop_assert!(at + len > limit);
-                    prop_assert!(estimated.is_err());
                 }
                 Err(e) => prop_assert!(false, "{e}"),
             }
@@ -255,8 +251,6 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
         Op::Unmap { at, len } | Op::Clear { at, len } => {
             let stay = matches!(op, Op::Clear { .. });
             let before = runs(table, span(*at, *len));
-            let mut estimate = TableEstimate::<F>::new();
-            estimate.unmap(span(*at, *len));
             let (result, tables) = insist(table, model, |t| match stay {
                 true => t.clear(span(*at, *len)),
                 false => t.unmap(span(*at, *len)),
@@ -271,8 +265,7 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
             prop_assert_eq!(bytes, before.iter().map(|r| r.2).sum::<u64>());
             prop_assert_eq!(flush.span(), span(flushed.start, flushed.end - flushed.start));
             prop_assert_eq!(flush.is_empty(), bytes == 0 && flush.tables().is_empty());
-            prop_assert!(tables <= estimate.tables());
-            prop_assert!(estimate.tables() <= Table::<F, Failing>::max_tables_for(span(*at, *len)));
+            prop_assert!(tables <= Table::<F, Failing>::max_tables_for(span(*at, *len)));
             prop_assert_eq!(table.tables().heap.in_use(), model.tables() + flush.tables().len());
             table.free_tables(flush);
         }
@@ -549,26 +542,6 @@ fn edges<F: Format>() {
     assert_eq!(table.mapped_bytes(), len);
 }
 
-/// The estimate of a series counts a table again once it may have been unlinked.
-fn estimates<F: Format>() {
-    let Sizes { page, large, .. } = sizes::<F>();
-    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
-    let mut estimate = TableEstimate::<F>::new();
-    let one = [Segment { addr: PhysAddr::new(page), len: page }];
-    let mut taken = 0;
-    for _ in 0..3 {
-        estimate.map_sg(Iova::new(large), one).unwrap();
-        estimate.unmap(span(large, large));
-        table.tables_mut().calls = 0;
-        table.map_list(Iova::new(large), one, Access::READ).unwrap();
-        let flush = table.unmap(span(large, large)).unwrap();
-        table.free_tables(flush);
-        taken += table.tables().calls;
-    }
-    let expected = 3 * (F::LEVELS as usize - 1);
-    assert_eq!((taken, estimate.tables()), (expected, expected));
-}
-
 /// The issue that started it: a BAR of 32 large leaves is 32 steps.
 fn strides<F: Format>() {
     let mut table = Table::<F, _>::new(Failing::new()).unwrap();
@@ -795,11 +768,6 @@ macro_rules! conformance {
             #[test]
             fn edges() {
                 super::edges::<F>();
-            }
-
-            #[test]
-            fn estimates() {
-                super::estimates::<F>();
             }
 
             #[test]

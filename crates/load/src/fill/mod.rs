@@ -66,12 +66,12 @@ pub use watch::{Event, Watch};
 ///
 /// # Panics
 /// When there is no worker.
-pub fn fill<S: Queue<Addr = FileOffset>>(
-    sink: Sink<'_>,
-    job: &Job,
+pub fn fill<'a, S: Queue<Addr = FileOffset>>(
+    sink: Sink<'a>,
+    job: &'a Job,
     workers: &mut [Vec<S>],
-    options: &FillOptions,
-    watch: &mut Watch<'_>,
+    options: &'a FillOptions,
+    watch: &'a mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
     let done = run(start, sink, job, workers, options, watch)?;
@@ -79,13 +79,13 @@ pub fn fill<S: Queue<Addr = FileOffset>>(
 }
 
 /// As [`fill`], of a job that began at `start`.
-pub(crate) fn run<S: Queue<Addr = FileOffset>>(
+pub(crate) fn run<'a, S: Queue<Addr = FileOffset>>(
     start: Instant,
-    sink: Sink<'_>,
-    job: &Job,
+    sink: Sink<'a>,
+    job: &'a Job,
     workers: &mut [Vec<S>],
-    options: &FillOptions,
-    watch: &mut Watch<'_>,
+    options: &'a FillOptions,
+    watch: &'a mut Watch<'_>,
 ) -> Result<Done, FillError> {
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
     let state = State::new(start, sink, job, (workers.len(), sources), options, watch)?;

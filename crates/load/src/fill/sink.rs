@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_dma::lock;
 use dmalane_queue::{
-    Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused,
-    StallWatch, Ticket, drain,
+    Completion, DeviceAddr, HaltWatch, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, StallWatch,
+    Ticket, drain,
 };
 
 use super::error::{Failed, FillError, not_submitted};
@@ -31,7 +31,7 @@ pub enum Sink<'a> {
 /// A device that gets the bytes of a job.
 pub struct ToDevice<'a> {
     /// The device's queue, with nothing in flight. Transfers that a failed job could not wait for stay in flight on it.
-    pub queue: &'a mut DeviceQueue,
+    pub queue: &'a mut (dyn Queue<Addr = DeviceAddr> + 'a),
     /// True when the queue works inside `poll`, so that only time spent there is its time.
     pub polled: bool,
     /// Processors that the device needs for itself while it works, as [`DeviceInfo`](dmalane_device::DeviceInfo) says.
@@ -74,7 +74,7 @@ pub(super) struct DeviceSink<'a> {
 }
 
 struct End<'a> {
-    queue: &'a mut DeviceQueue,
+    queue: &'a mut (dyn Queue<Addr = DeviceAddr> + 'a),
     polled: bool,
     targets: &'a dyn Targets,
     /// The rest of the fragment that is being cut, and its targets.

@@ -1,20 +1,18 @@
 //! Parts of tensors, and reading them into memory of a device, through its staging buffers.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::PoisonError;
 
-use dmalane_queue::{DeviceAddr, QueueAddr, Refusal};
+use dmalane_queue::{DeviceAddr, QueueAddr};
 
 use super::expected::{self, Placed};
 use super::file::ModelFile;
 use super::reader::Reader;
 use crate::container::Tensor;
 use crate::device::OpenDevice;
-use crate::engine::describe;
 use crate::error::Error;
-use crate::fill::{FillError, Target, Targets, Watch};
-use crate::parts::Parts;
+use crate::fill::{FillError, Watch};
+use crate::parts::{Places, Runs, add_run};
 use crate::read::{ReadFiles, ReadOptions, ReadTo, read};
 
 /// A part of a tensor, and its place in a buffer.
@@ -42,57 +40,6 @@ impl Part {
 
 /// A part of a file, where its first byte goes, and the number of the tensor that it is all of.
 type Piece = (Range<u64>, DeviceAddr, Option<usize>);
-
-/// Ranges of files with the places of their first bytes, each file's in order and apart, and the parts that are read
-/// for them.
-struct Places {
-    parts: Parts,
-    runs: Vec<Vec<(Range<u64>, DeviceAddr)>>,
-}
-
-impl Targets for Places {
-    fn buffers(&self) -> usize {
-        self.runs.len()
-    }
-
-    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
-        let runs = &self.runs[buffer];
-        for Range { start: mut at, end } in self.parts.in_file(buffer, range) {
-            let first = runs.partition_point(|(range, _)| range.end <= at);
-            for (range, to) in runs[first..].iter().take_while(|(range, _)| range.start < end) {
-                let (start, stop) = (range.start.max(at), range.end.min(end));
-                if start > at {
-                    out.push_back(Target { len: start - at, to: None });
-                }
-                at = start;
-                while at < stop {
-                    let len = (stop - at).min(max_len);
-                    let to = to.advance(at - range.start).ok_or(Refusal::PastTheTop)?;
-                    out.push_back(Target { len, to: Some(to) });
-                    at += len;
-                }
-            }
-            if at < end {
-                out.push_back(Target { len: end - at, to: None });
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Pieces as few runs: those that follow each other in the file and on the device are one.
-fn runs(pieces: &[Piece]) -> Vec<(Range<u64>, DeviceAddr)> {
-    let mut runs: Vec<(Range<u64>, DeviceAddr)> = Vec::new();
-    for (range, to, _) in pieces {
-        match runs.last_mut() {
-            Some((last, at)) if last.end == range.start && at.advance(last.end - last.start) == Some(*to) => {
-                last.end = range.end;
-            }
-            _ => runs.push((range.clone(), *to)),
-        }
-    }
-    runs
-}
 
 /// Reads parts of tensors, of which `find` has the files and numbers, to their places behind `place` on a device.
 pub(super) fn read_parts(
@@ -142,11 +89,12 @@ pub(super) fn read_parts(
     if files.is_empty() {
         return Ok(());
     }
-    let ranges = |(file, pieces): (&&ModelFile, &Vec<Piece>)| {
-        (file.contents().len, pieces.iter().map(|(range, ..)| range.clone()).collect())
+    let runs = |(file, pieces): (&&ModelFile, &Vec<Piece>)| {
+        let mut runs = Runs::new();
+        pieces.iter().for_each(|(range, to, _)| add_run(&mut runs, range.clone(), *to));
+        (file.contents().len, runs)
     };
-    let parts = Parts::of_ranges(files.iter().zip(&pieces).map(ranges));
-    let places = Places { parts, runs: pieces.iter().map(|pieces| runs(pieces)).collect() };
+    let places = Places::new(files.iter().zip(&pieces).map(runs));
     let mut tensors: Vec<Vec<Placed<'_>>> = Vec::new();
     for (buffer, (file, pieces)) in files.iter().zip(&pieces).enumerate() {
         let whole = pieces.iter().filter_map(|(range, _, tensor)| tensor.map(|tensor| (range, tensor)));
@@ -165,10 +113,8 @@ pub(super) fn read_parts(
     let to = ReadTo::Device(device, &places, staging);
     let done = read(to, &sources, places.parts.job(), &options, &mut watch, true);
     let ReadFiles { filled, methods } = done.map_err(|error| match error {
-        Error::Fill(FillError::Transfer { buffer, offset, error }) => {
-            let offset = places.parts.at(buffer, offset).bits();
-            let about = |file: usize| (files[file].path().to_owned(), Some(&**files[file].contents()));
-            describe(FillError::Transfer { buffer, offset, error }, about)
+        Error::Fill(error @ FillError::Transfer { .. }) => {
+            places.parts.describe(error, |file| (files[file].path().to_owned(), Some(&**files[file].contents())))
         }
         other => other,
     })?;

@@ -18,7 +18,6 @@ use dmalane::dma::room;
 use dmalane::keep::{Holder, Keeper, KeeperConfig, Store, hold, inherited};
 use dmalane::load::kept::{self, KeepOptions, socket_path};
 use dmalane_cli::failure::Failure;
-use dmalane_cli::number::within;
 use dmalane_cli::size::{self, Size, binary};
 use rustix::fs::{FlockOperation, flock};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -60,7 +59,7 @@ pub struct Keep {
     memory: Option<Size>,
 
     /// Percent of it that one user may have [default: 75; 100, where only one user may connect]
-    #[arg(long, value_name = "PERCENT", value_parser = within::<u32>(1..=100))]
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     user_share: Option<u32>,
 }
 

@@ -10,7 +10,6 @@ use dmalane::daemon::{ClientLimits, Config, Listener, SOCKET, Server, ServerEven
 use dmalane::dma::memory_limit;
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::plain;
-use dmalane_cli::number::within;
 use dmalane_cli::size::{self, Size};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -37,8 +36,8 @@ pub struct Serve {
     hbm: Size,
 
     /// Most clients at a time
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = within::<usize>(1..=1024))]
-    clients: usize,
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    clients: u16,
 
     /// Memory of this machine for all clients: card memory that was touched, page tables, and their processes
     /// [default: 64MiB less than the limit of the control group, if it has one]
@@ -47,7 +46,7 @@ pub struct Serve {
 
     /// Percent of the clients, of DDR, HBM and memory that one user may have [default: 75; 100, where only one user may
     /// connect]
-    #[arg(long, value_name = "PERCENT", value_parser = within::<u32>(1..=100))]
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     user_share: Option<u32>,
 
     /// DDR for one client
@@ -59,11 +58,11 @@ pub struct Serve {
     client_hbm: Size,
 
     /// Queues of one client, 1 to 16
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = within::<u32>(1..=16))]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
     client_queues: u32,
 
     /// Registered buffers of one client
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = within::<u32>(0..=u32::MAX.into()))]
+    #[arg(long, value_name = "N", default_value_t = 256)]
     client_buffers: u32,
 
     /// Bytes of all registered buffers of one client
@@ -71,7 +70,7 @@ pub struct Serve {
     client_bytes: Size,
 
     /// How long to spin before sleeping, in microseconds
-    #[arg(long, value_name = "US", default_value_t = 100, value_parser = within::<u64>(0..=u64::MAX))]
+    #[arg(long, value_name = "US", default_value_t = 100)]
     spin: u64,
 
     /// Do not log clients that connect and disconnect
@@ -105,7 +104,7 @@ impl Serve {
             ddr: ddr.bytes(),
             hbm: hbm.bytes(),
             limits,
-            clients,
+            clients: clients.into(),
             subordinates,
             spin: Duration::from_micros(spin),
             ..Config::default()

@@ -9,7 +9,7 @@ use clap::Args;
 use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::{Table, fit};
-use dmalane_cli::number::{seconds, within};
+use dmalane_cli::number::seconds;
 use dmalane_cli::output;
 use dmalane_cli::size::binary;
 use serde_json::{Value, json};
@@ -34,7 +34,7 @@ pub struct Status {
     socket: PathBuf,
 
     /// Trust a daemon of this user (by number), besides root and oneself; may be repeated
-    #[arg(long = "server-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
+    #[arg(long = "server-uid", value_name = "UID")]
     server_uids: Vec<u32>,
 
     /// Print JSON; with --watch an object a line

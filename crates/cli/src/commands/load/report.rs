@@ -43,8 +43,6 @@ pub(super) struct Run {
     pub(super) touched: Option<u64>,
     /// High-water mark of the heap, reading back included.
     pub(super) heap_peak: u64,
-    /// High-water mark of the process, reading back included.
-    pub(super) resident_peak: u64,
     /// How the device was driven.
     pub(super) notes: Vec<String>,
 }
@@ -137,8 +135,6 @@ pub(super) fn json(o: &Outcome) -> Report<'_> {
         "page_backing": backing,
         "page_backing_fallbacks": fallbacks,
         "heap_peak_bytes": o.run.heap_peak,
-        "resident_before_bytes": r.resident_before,
-        "resident_peak_bytes": o.run.resident_peak,
         "segments": r.segments,
         "iommu_leaves": iommu.map(|i| leaves(&i.leaves)),
         "iommu_tables": iommu.map(|i| i.tables),
@@ -152,6 +148,7 @@ pub(super) fn json(o: &Outcome) -> Report<'_> {
     let left_out = o.left_out.iter().map(|(path, why)| json!({ "file": path.to_string_lossy(), "why": why }));
     let left_out: Vec<Value> = left_out.collect();
     let own = json!({
+        "schema": 6,
         "device": o.device.to_string(),
         "device_notes": o.run.notes,
         "left_out": left_out,
@@ -209,7 +206,7 @@ fn metadata(file: &LoadedFile) -> Option<serde_json::Map<String, Value>> {
 /// The plan of a load, as `--dry-run --json` prints it.
 pub(super) fn plan_json<'a>(device: &str, placed: &'a Loaded) -> Report<'a> {
     let head = json!({
-        "schema": 5,
+        "schema": 6,
         "command": "load",
         "dry_run": true,
         "device": device,
@@ -358,15 +355,7 @@ fn details(o: &Outcome) -> String {
     o.run.notes.iter().for_each(|note| out += &detail("device", &plain(note)));
     out += &detail("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
     out += &runs::pages(o.run.backing.as_ref(), buffers(o));
-    let (before, peak) = (binary(r.resident_before), binary(o.run.resident_peak));
-    out += &detail(
-        "memory",
-        &format!(
-            "heap peak {}; RssAnon + HugetlbPages {before} before, {peak} peak (before the references were measured; \
-             without the card's memory)",
-            binary(o.run.heap_peak)
-        ),
-    );
+    out += &detail("memory", &format!("heap peak {}", binary(o.run.heap_peak)));
     let iommu = match &o.run.iommu {
         Some(i) => format!(
             "{} in {}; {}; {}",

@@ -15,7 +15,6 @@ use crate::commands::iopt::FORMAT;
 use crate::device;
 use crate::failure::Failure;
 use crate::layout::plain;
-use crate::number::within;
 use crate::output;
 use crate::size::Size;
 
@@ -46,7 +45,7 @@ pub(super) struct Bench {
     bo_size: Size,
 
     /// Pages to bind
-    #[arg(value_name = "BINDS", default_value_t = 100_000, value_parser = within::<u64>(2..=MOST))]
+    #[arg(value_name = "BINDS", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(2..=MOST))]
     binds: u64,
 
     /// The page-table format, as `dmalane iopt formats` names it
