@@ -98,7 +98,8 @@ impl BufferSlice {
             // an exported buffer, and none becomes exported meanwhile: `SharedBuf::export` takes a `SharedBuf`, which
             // does not exist beside a slice of it, and `BufferRef::export` refuses memory of which `while_unwritten`
             // has counted a borrow; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend
-            // lets nobody write without an admission that `while_unwritten` has ruled out.
+            // lets nobody write without an admission that `while_unwritten` has ruled out. Memory to be read alone, which
+            // it also admits, is of a file that is sealed against writing (`Region::import_sealed`), and mapped so.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }

@@ -156,6 +156,7 @@ pub(crate) struct Settings {
     pub memory: u64,
     pub virtual_memory: bool,
     pub host_register: bool,
+    pub read_only_register: bool,
     pub gpus: u32,
     /// Before each job.
     pub delay: Duration,
@@ -178,6 +179,7 @@ impl Default for Settings {
             memory: 256 << 20,
             virtual_memory: true,
             host_register: true,
+            read_only_register: true,
             gpus: 1,
             delay,
             held: false,

@@ -19,10 +19,13 @@ use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Polic
 use dmalane_vm::{BindRequest, Bo};
 
 use crate::channels::Channels;
+use crate::clock::Clocks;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
 use crate::fill::{Digest, FillOptions, Staging};
+use crate::kept::RegisteredFiles;
 use crate::layout::{ALIGN, Layout, PAGE, Place, TensorAlign, TensorRun, VaRange};
+use crate::open_file::OpenFile;
 use crate::report::Report;
 use crate::timeline::Track;
 
@@ -66,6 +69,8 @@ pub type JoinedQueue = Split<Box<DeviceQueue>>;
 /// ```
 pub struct OpenDevice {
     pub(crate) queue: JoinedQueue,
+    /// Kept files whose bytes it reads where they are.
+    registered: OfProcess<RegisteredFiles>,
     pub(crate) device: OfProcess<Box<dyn Device>>,
     pub(crate) info: DeviceInfo,
     registrar: Arc<dyn Registrar>,
@@ -301,8 +306,10 @@ impl OpenDevice {
         };
         let chunk = PageSize::SIZE_4K.round_up(options.fill.chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
         let heap = options.heap.clone().unwrap_or_else(|| registrar.heap(None));
+        let number = DEVICES.fetch_add(1, Ordering::Relaxed);
         Ok(Self {
             queue: Split::new(queues, policy),
+            registered: OfProcess::new(RegisteredFiles::of(number)),
             info,
             staging: Staging::new(heap, registrar.clone(), chunk),
             registrar,
@@ -311,7 +318,7 @@ impl OpenDevice {
             options,
             channels,
             bounce: None,
-            number: DEVICES.fetch_add(1, Ordering::Relaxed),
+            number,
             abandoned: 0,
             used: Used::default(),
             next_bo: 1,
@@ -401,6 +408,13 @@ impl OpenDevice {
         let all = self.memory.regions().fold(0, |sum: u64, region| sum.saturating_add(region.span.len()));
         let new = places.fold(0, |sum: u64, (at, len)| sum.saturating_add(used.add(at.bits(), len)));
         Some((new.min(all.saturating_sub(touched)), used))
+    }
+
+    /// Has the bytes of kept files transferred from where they are by the next job, where the device reaches them.
+    pub(crate) fn register_kept<'a>(&mut self, sources: impl Iterator<Item = &'a OpenFile>, clocks: &mut Clocks) {
+        let Self { registered, registrar, staging, .. } = self;
+        let in_place = |file: &OpenFile| registered.add(file.kept.as_ref()?, &**registrar, clocks);
+        staging.in_place = sources.map(in_place).collect();
     }
 
     /// Counters of the device, where it has any.

@@ -50,7 +50,7 @@ pub(crate) use error::broken;
 pub use filled::{FillReport, Filled, FilledBuf};
 pub use hash::Digest;
 pub use job::{Extent, Job};
-pub(crate) use memory::ask;
+pub(crate) use memory::{InPlace, ask, register};
 pub use memory::{BufferMemory, FillCached, Staging};
 pub use options::{FillOptions, HashRegions};
 pub use sink::{Sink, Target, Targets, ToDevice};
