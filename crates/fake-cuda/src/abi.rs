@@ -707,7 +707,9 @@ functions! {
             let (len, memory, context) = live(state, handle, "exported")?;
             match &*memory.lock().unwrap_or_else(PoisonError::into_inner) {
                 Bytes::Shared(file, _, false) if kind == 1 && flags == 0 => {
-                    let wrapped = wrap(file, context - context_of(0), len).map_err(|_| NOT_SUPPORTED)?;
+                    let wrap = |file: File| Ok(wrap(&file, context - context_of(0), len)?);
+                    let wrapped = locked(file).and_then(wrap).map_err(|_| NOT_SUPPORTED)?;
+                    state.lent.push((Arc::downgrade(&memory), file.try_clone().map_err(|_| NOT_SUPPORTED)?, len));
                     put(to, wrapped.into_raw_fd())
                 }
                 _ => Err(INVALID_VALUE),

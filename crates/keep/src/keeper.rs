@@ -299,6 +299,9 @@ impl Keeper {
             }
             Ok(KeeperAsk::Attach { name, from, on_device }) => self.attach(user, &name, from, on_device),
             Ok(KeeperAsk::Room { bytes }) => self.room(number, bytes),
+            Ok(KeeperAsk::DeviceRoom { device, bytes }) => {
+                self.shelf.make_room_on(user, &device, bytes).map(|gone| self.make_way(gone))
+            }
             Ok(KeeperAsk::Drop { name }) => self.drop_model(user, &name),
             Ok(KeeperAsk::List) => {
                 let list = serde_json::to_vec(&self.shelf.list(user)).unwrap_or_default();
@@ -353,12 +356,18 @@ impl Keeper {
     fn room(&mut self, number: u64, bytes: u64) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
         let user = self.connections[&number].user;
         let gone = self.shelf.make_room(user, bytes, self.promised(user, number))?;
+        let done = self.make_way(gone);
+        self.connections.entry(number).and_modify(|connection| connection.promised = bytes);
+        Ok(done)
+    }
+
+    /// Lets go of models that make room for others.
+    fn make_way(&mut self, gone: Vec<Kept>) -> (KeeperAnswer, Vec<OwnedFd>) {
         for kept in gone {
             (self.log)(&format!("{:?} of user {} makes room", kept.model.name, kept.user));
             self.release(kept);
         }
-        self.connections.entry(number).and_modify(|connection| connection.promised = bytes);
-        Ok((KeeperAnswer::Done, Vec::new()))
+        (KeeperAnswer::Done, Vec::new())
     }
 
     /// Memory is freed by whoever closes it last, and counts until then.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dmalane_addr::Span;
+use dmalane_addr::{PageSize, Span};
 use dmalane_device::Placement;
 use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
@@ -102,7 +102,8 @@ pub fn keep<P: AsRef<Path>>(
 /// hashes of the files once it is there.
 ///
 /// # Errors
-/// [`Error`]; [`Error::Kept`] where the device cannot lend its memory, and for models that are to be shared.
+/// [`Error`]; [`Error::Kept`] where the device cannot lend its memory, where that is full
+/// ([`KeepError::DeviceFull`]), and for models that are to be shared.
 pub fn keep_on<P: AsRef<Path>>(
     device: &mut OpenDevice,
     paths: impl IntoIterator<Item = P>,
@@ -325,12 +326,25 @@ fn onto_device(
     let loaded = device.load(&mut inputs, &Placement::Default, &mut progress);
     lending.allow(false);
     (device.stop, device.options.fill.hash_regions) = (stopped_before, hashed_before);
-    let loaded = loaded?;
+    let loaded = loaded.map_err(|error| match error {
+        Error::DeviceMemory { .. } => full(device, lending.device(), files, error),
+        other => other,
+    })?;
     manifest.set_digests(loaded.files.iter().map(|file| &*file.digests));
     let memory = lend(device, &loaded, manifest);
     // What was lent lives on; the device unmaps it here.
     device.unload(loaded)?;
     memory
+}
+
+/// The error of a device that has no room for files, with what is missing.
+fn full(device: &mut OpenDevice, name: &str, files: &[OpenFile], error: Error) -> Error {
+    let granule = device.regions().first().map_or(PageSize::SIZE_4K, |region| region.granule);
+    let models = files.iter().filter_map(|file| file.model().ok());
+    let wanted = models.filter_map(|model| granule.round_up(device.layout(model)?.bo_len));
+    let wanted = wanted.fold(0, u64::saturating_add);
+    let missing = wanted.saturating_sub(device.memory().free_bytes()).max(1);
+    KeepError::DeviceFull { device: name.to_owned(), missing, source: Box::new(error) }.into()
 }
 
 /// Lends the memory of files that have the right bytes.

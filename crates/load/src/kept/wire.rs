@@ -38,6 +38,13 @@ pub enum KeeperAsk {
         /// Bytes of its files.
         bytes: u64,
     },
+    /// Has models in memory of a device make room there: at least so many bytes, which are free soon after.
+    DeviceRoom {
+        /// The device.
+        device: String,
+        /// Bytes of it.
+        bytes: u64,
+    },
     /// Keeps a model, whose descriptors come with this message, and the ones after it while there are `more`.
     Keep {
         /// Further messages follow.
