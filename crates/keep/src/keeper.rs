@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -79,6 +79,9 @@ pub struct Keeper {
     store: Store,
     /// When whoever holds models was last replaced.
     replaced: Option<Instant>,
+    /// Another one, which a thread starts, and models that were let go of meanwhile.
+    next_store: Option<Receiver<std::io::Result<(Store, Vec<Stored>)>>>,
+    let_go: Vec<u64>,
     log: Box<dyn FnMut(&str) + Send>,
 }
 
@@ -95,6 +98,8 @@ impl Keeper {
             hash_after: Instant::now(),
             store: Store::None,
             replaced: None,
+            next_store: None,
+            let_go: Vec::new(),
             log: Box::new(log),
         }
     }
@@ -172,7 +177,7 @@ impl Keeper {
             let sockets = numbers.iter().map(|number| self.connections[number].socket.as_fd());
             let mut fds: Vec<PollFd<'_>> =
                 fds.chain(sockets).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-            let is_busy = rest.is_some() || self.hashing;
+            let is_busy = rest.is_some() || self.hashing || self.next_store.is_some();
             let wait = if is_busy { Duration::from_millis(5) } else { IDLE / 10 };
             match poll(&mut fds, Some(&timespec(wait))) {
                 Ok(_) | Err(Errno::INTR) => {}
@@ -182,6 +187,10 @@ impl Keeper {
             drop(fds);
             if ready[0] {
                 let in_order = rustix::io::read(stop, &mut [0; 1]).is_ok_and(|n| n > 0);
+                // One that is just being started, too.
+                if let Some(Ok(Ok((store, _)))) = self.next_store.take().map(|next| next.recv()) {
+                    self.store = store;
+                }
                 if in_order || self.shelf.models.is_empty() {
                     self.store.end();
                 }
@@ -194,6 +203,7 @@ impl Keeper {
                 }
                 first += 1;
             }
+            self.take_next_store();
             self.take_hashed();
             self.hash_next();
             let left = self.shelf.take_left();
@@ -219,20 +229,45 @@ impl Keeper {
     fn replace_holder(&mut self) {
         let is_new = self.replaced.is_some_and(|at| at.elapsed() < IDLE);
         self.replaced = Some(Instant::now());
-        let replaced = if is_new { Err(std::io::Error::other("it ends at once")) } else { self.store.replace() };
+        let (tell, next) = channel();
+        self.next_store = Some(next);
+        let Some(holder) = std::mem::replace(&mut self.store, Store::None).into_holder() else { return };
+        if is_new {
+            let _ = tell.send(Err(std::io::Error::other("it ends at once")));
+        } else {
+            // It may take long. Where there is no thread, the answer is that nobody will tell.
+            let start = move || tell.send(Store::replacing(&holder));
+            let _ = thread::Builder::new().name("dmalane-hold".to_owned()).spawn(start);
+        }
+    }
+
+    /// Takes another place for models, once it is there.
+    fn take_next_store(&mut self) {
+        let replaced = match self.next_store.as_ref().map(Receiver::try_recv) {
+            None | Some(Err(TryRecvError::Empty)) => return,
+            Some(Ok(replaced)) => replaced,
+            Some(Err(e)) => Err(std::io::Error::other(e)),
+        };
+        let let_go = std::mem::take(&mut self.let_go);
+        self.next_store = None;
         match replaced {
-            Ok(found) => {
+            Ok((store, found)) => {
+                self.store = store;
                 for kept in &self.shelf.models {
                     // It may be the same one, which this keeper had given up and which has it, or a part of it.
                     self.store.remove(kept.number, kept.user, kept.fds.len());
                     self.store.put(kept.number, kept.user, &kept.fds);
+                }
+                let (gone, found) = found.into_iter().partition::<Vec<_>, _>(|(number, ..)| let_go.contains(number));
+                for (number, user, fds) in gone {
+                    self.store.remove(number, user, fds.len());
+                    self.closers.close(user, fds);
                 }
                 self.take_in(found);
                 (self.log)("warning: the process that holds models was gone; another one has them");
             }
             Err(e) => {
                 (self.log)(&format!("warning: the process that holds models is gone; they end with this keeper: {e}"));
-                self.store = Store::None;
             }
         }
     }
@@ -373,6 +408,9 @@ impl Keeper {
     /// Memory is freed by whoever closes it last, and counts until then.
     fn release(&mut self, kept: Kept) {
         self.store.remove(kept.number, kept.user, kept.fds.len());
+        if self.next_store.is_some() {
+            self.let_go.push(kept.number);
+        }
         match kept.is_lent() {
             true => self.shelf.leaving.push(kept),
             false => self.close(kept),

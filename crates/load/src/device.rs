@@ -422,8 +422,8 @@ impl OpenDevice {
         self.device.counters()
     }
 
-    /// Makes loads fail from now on, that under way too, as soon as `stop` is true; `None` for loads that only end by
-    /// themselves.
+    /// Makes loads and comparisons fail from now on, that under way too, as soon as `stop` is true; `None` for those that
+    /// only end by themselves.
     pub fn stop_when(&mut self, stop: Option<Arc<AtomicBool>>) {
         self.stop = stop;
     }

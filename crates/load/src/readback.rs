@@ -1,6 +1,7 @@
 //! Reading back through the device's own MMU, to compare.
 
 use std::hash::Hasher;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
@@ -13,7 +14,7 @@ use crate::again::Reread;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
 use crate::difference::Difference;
 use crate::error::Error;
-use crate::fill::{Digest, broken};
+use crate::fill::{Digest, FillError, broken};
 use crate::input::Input;
 use crate::manifest::Manifest;
 
@@ -22,7 +23,8 @@ impl OpenDevice {
     /// with their offset in the tensor.
     ///
     /// # Errors
-    /// [`Error::Transfer`] when the device cannot read it; what `sink` returns.
+    /// [`Error::Transfer`] when the device cannot read it; what `sink` returns; [`FillError::Cancelled`] where it was
+    /// told to stop ([`OpenDevice::stop_when`]).
     ///
     /// # Panics
     /// When the file has no tensor `index`.
@@ -36,8 +38,14 @@ impl OpenDevice {
         let loaded = file.tensor(index);
         let Some(va) = loaded.va else { return Ok(()) };
         let at = self.address_space().at(va.first());
+        let stop = self.stop.clone();
         let (bounce, queue) = self.bounce(file.model.len)?;
-        let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
+        let read = bounce.read_each(queue, at, va.len(), &mut |done, view| {
+            if stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+                return Err(Stopped::Sink(FillError::Cancelled { done, of: va.len() }.into()));
+            }
+            sink(done, view).map_err(Stopped::Sink)
+        });
         self.resident.sample(va.len(), &**self.device);
         read.map_err(|stopped| {
             let (place, source) = match stopped {

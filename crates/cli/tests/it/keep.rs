@@ -4,13 +4,15 @@ use std::io::{BufRead, BufReader};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane::addr::CardAddr;
 use dmalane::dma::VolatileSlice;
-use dmalane::load::LoadedFile;
+use dmalane::load::fill::FillError;
 use dmalane::load::kept::{self, Attached, KeepError, KeepOptions, KeeperClient};
+use dmalane::load::{Error, LoadedFile};
 use dmalane::{HostModel, ModelOptions, OpenDevice, OpenFile, error_chain};
 use dmalane_fake_cuda::Fake;
 use rustix::process::{Pid, Signal, kill_process};
@@ -181,6 +183,11 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     let refused = error_chain(&keeper.attach_onto("m", &mut ram, false).unwrap_err());
     assert!(refused.contains("cannot lend its memory to other processes"), "{refused}");
     let mut device = open(0);
+    // Whoever is told to stop compares nothing.
+    device.stop_when(Some(Arc::new(AtomicBool::new(true))));
+    let stopped = keeper.attach_onto("m", &mut device, true).unwrap_err();
+    assert!(matches!(stopped, Error::Fill(FillError::Cancelled { .. })), "{stopped}");
+    device.stop_when(None);
     let loaded = keeper.attach_onto("m", &mut device, true).unwrap();
     let host = HostModel::open([keeping.at("m.safetensors")], ModelOptions::default()).unwrap();
     let file = &loaded.files[0];
@@ -249,7 +256,7 @@ fn models_on_a_gpu_make_room_for_others_unless_somebody_is_attached() {
     keep("a").unwrap();
     keep("b").unwrap();
     let missing = |name: &str| match keep(name) {
-        Err(dmalane::load::Error::Kept(KeepError::DeviceFull { device, missing, .. })) => (device, missing),
+        Err(Error::Kept(KeepError::DeviceFull { device, missing, .. })) => (device, missing),
         other => panic!("{other:?}"),
     };
     let (device, bytes) = missing("c");

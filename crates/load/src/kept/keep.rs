@@ -379,18 +379,19 @@ fn cannot_lend(source: Box<dyn std::error::Error + Send + Sync>) -> KeepError {
 /// # Errors
 /// [`Error::Differs`]; [`Error::Kept`] where it is no kept model.
 pub fn check(fds: Vec<OwnedFd>) -> Result<(), Error> {
-    Attached::new(fds)?.check()
+    Attached::new(fds)?.check(&mut |_| ControlFlow::Continue(()))
 }
 
 impl Attached {
-    /// Compares its bytes with its manifest, and that with its hash.
+    /// Compares its bytes with its manifest, and that with its hash. `progress` is called with the number of bytes since
+    /// the last call, and can end it.
     ///
     /// # Errors
-    /// As of [`check`].
-    pub fn check(&self) -> Result<(), Error> {
+    /// As of [`check`]; [`FillError::Cancelled`].
+    pub fn check(&self, progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send)) -> Result<(), Error> {
         let open = |file: &SetFile| OpenFile::of(file)?.into_input(FileOptions::default());
         let mut inputs = self.files().iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        refuse(self.manifest()?.verify(&mut inputs, true, &mut |_| ControlFlow::Continue(()))?)
+        refuse(self.manifest()?.verify(&mut inputs, true, progress)?)
     }
 }
 
