@@ -4,8 +4,8 @@
 //! An attach ends with the tensors: their names, shapes and addresses. Rounds take the sizes and the load in turn. All
 //! bytes are compared with the file in the first round.
 //!
-//! The same file then goes to devices, each time by a new client: from the kept memory, and through staging buffers, as
-//! any other file of the page cache. Beside it is the rate that the device has at best: of a GPU, whose link is
+//! The same file then goes to devices, each time by a new client: from the kept memory, and through staging buffers from
+//! the page cache. Beside it is the rate that the device has at best: of a GPU, whose link is
 //! modelled, copies by its driver alone; of memory, one thread copying.
 
 use std::error::Error;
@@ -22,7 +22,7 @@ use dmalane::device::{DriverCopy, Placement};
 use dmalane::dma::Heap;
 use dmalane::keep::{Keeper, KeeperConfig, Listener};
 use dmalane::load::kept::{self, KeepOptions};
-use dmalane::load::{DriveOptions, HostModel, HostTensor, Manifest, ModelOptions, OpenDevice, OpenFile, SetFile};
+use dmalane::load::{DriveOptions, HostModel, HostTensor, Manifest, ModelOptions, OpenDevice, OpenFile};
 use dmalane::queue::{Direction, Registered};
 use dmalane::{DeviceSpec, FileOptions, OpenOptions};
 use dmalane_fake_cuda::Fake;
@@ -95,17 +95,15 @@ fn attach(socket: &Path, name: &str) -> Result<(HostModel, Vec<HostTensor>)> {
     Ok((model, tensors))
 }
 
-/// Attaches to a model and loads it onto a device: from its memory, or, `staged`, as a file of the page cache. Without a
+/// Attaches to a model and loads it onto a device from its memory, or loads the same `file` of the page cache. Without a
 /// manifest to compare with, nothing is hashed: the keeper's hash names the model.
-fn load_onto(device: &mut OpenDevice, socket: &Path, name: &str, staged: bool, check: bool) -> Result<f64> {
-    let begun = Instant::now();
-    let lent = kept::KeeperClient::connect(socket)?.attach(name)?;
-    let open = |file: &SetFile| -> Result<_> {
-        let kept = OpenFile::of(file)?;
-        let file = if staged { OpenFile::new(&kept.path, kept.file()?.try_clone()?) } else { kept };
-        Ok(file.into_input(FileOptions::default())?)
+fn load_onto(device: &mut OpenDevice, socket: &Path, name: &str, file: Option<&Path>, check: bool) -> Result<f64> {
+    let (begun, staged) = (Instant::now(), file.is_some());
+    let file = match file {
+        Some(path) => OpenFile::open(path)?,
+        None => OpenFile::of(&kept::KeeperClient::connect(socket)?.attach(name)?.files()[0])?,
     };
-    let mut inputs = lent.files().iter().map(open).collect::<Result<Vec<_>>>()?;
+    let mut inputs = [file.into_input(FileOptions::default())?];
     let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {})?;
     let took = begun.elapsed().as_secs_f64();
     if check {
@@ -135,7 +133,7 @@ fn driver_alone(spec: &DeviceSpec, bytes: u64) -> Result<f64> {
 }
 
 /// The rows of loads onto devices.
-fn onto_devices(options: &Options, socket: &Path, mib: u64, report: &mut Report) -> Result<()> {
+fn onto_devices(options: &Options, socket: &Path, (mib, file): (u64, &Path), report: &mut Report) -> Result<()> {
     let (fake, name, bytes) = (Fake::turn(), mib.to_string(), mib << 20);
     fake.set("memory", bytes + (256 << 20));
     let memory = bytes + (64 << 20);
@@ -152,8 +150,8 @@ fn onto_devices(options: &Options, socket: &Path, mib: u64, report: &mut Report)
         let mut device = OpenOptions { drive, ..OpenOptions::default() }.open(&spec)?;
         let (mut samples, mut alone) = ([Vec::new(), Vec::new()], Vec::new());
         for round in 0..=options.rounds {
-            for (staged, samples) in [false, true].into_iter().zip(&mut samples) {
-                let took = load_onto(&mut device, socket, &name, staged, round == 0)?;
+            for (file, samples) in [None, Some(file)].into_iter().zip(&mut samples) {
+                let took = load_onto(&mut device, socket, &name, file, round == 0)?;
                 if round > 0 {
                     samples.push(took);
                 }
@@ -229,7 +227,7 @@ pub fn run(options: &Options) -> Result<Report> {
         }
     }
     if let Some(mib) = loaded {
-        onto_devices(options, &socket, mib, &mut report)?;
+        onto_devices(options, &socket, (mib, &path(mib)), &mut report)?;
     }
     drop(stop);
     keeper.join().map_err(|_| "the keeper panicked")??;

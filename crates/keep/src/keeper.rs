@@ -62,6 +62,9 @@ struct Connection {
 /// A model that was hashed, and whether it is what its manifest says; `None` where that cannot be told now.
 type Hashed = (u64, Option<Result<(), String>>);
 
+/// Another process that holds models, and those that it has.
+type Replaced = (Store, Vec<Stored>);
+
 /// The "user" for whom the keeper closes memory that it held: no client can make that take long.
 const MYSELF: u32 = u32::MAX;
 
@@ -80,7 +83,7 @@ pub struct Keeper {
     /// When whoever holds models was last replaced.
     replaced: Option<Instant>,
     /// Another one, which a thread starts, and models that were let go of meanwhile.
-    next_store: Option<Receiver<std::io::Result<(Store, Vec<Stored>)>>>,
+    next_store: Option<Receiver<std::io::Result<Replaced>>>,
     let_go: Vec<u64>,
     log: Box<dyn FnMut(&str) + Send>,
 }
@@ -444,6 +447,7 @@ impl Keeper {
             self.closers.close(user, fds);
             return Err(refused);
         }
+        self.shelf.took.add(model.took);
         let name = self.shelve(user, fds, (model, bytes), None);
         self.connections.entry(number).and_modify(|connection| connection.promised = 0);
         (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes"));

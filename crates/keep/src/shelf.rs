@@ -4,8 +4,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
-use dmalane_load::kept::KeptModel;
 use dmalane_load::kept::wire::{KeepRefusal, KeptList, KeptRow};
+use dmalane_load::kept::{KeptModel, KeptTimes};
 
 use crate::config::KeeperConfig;
 use crate::lend::{is_lent, lend, pass_on, sealed_bytes};
@@ -99,6 +99,8 @@ pub(crate) struct Shelf {
     pub(crate) hits: u64,
     pub(crate) misses: u64,
     pub(crate) evicted: u64,
+    /// How long the models took that were kept since this keeper began.
+    pub(crate) took: KeptTimes,
 }
 
 /// A refusal with its reason in words.
@@ -242,8 +244,8 @@ impl Shelf {
             attaches: kept.attaches,
             idle_s: kept.used.elapsed().as_secs(),
         };
-        let Self { hits, misses, evicted, .. } = *self;
+        let Self { hits, misses, evicted, took, .. } = *self;
         let (used, limit) = (self.bytes(None), self.config.memory);
-        KeptList { models: seen.map(row).collect(), used, limit, hits, misses, evicted }
+        KeptList { models: seen.map(row).collect(), used, limit, hits, misses, evicted, took }
     }
 }

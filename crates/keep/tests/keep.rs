@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use dmalane_dma::{error_chain, receive_with_fds, send_with_fds};
 use dmalane_keep::{Holder, Keeper, KeeperConfig, KeeperError, Listener, Store, hold};
+use dmalane_load::fill::FillError;
 use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, Message};
 use dmalane_load::kept::{self, KeepError, KeepOptions, KeptEntry, KeptModel, KeptPlaces, Stamp};
-use dmalane_load::fill::FillError;
 use dmalane_load::{Error, HostModel, Manifest, ModelOptions, OpenFile, write_sample};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType};
@@ -578,6 +578,7 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
         id: "a".repeat(64),
         shared,
         device: device.clone(),
+        took: Default::default(),
         files: vec![entry.clone()],
     };
     let keep = |model: &KeptModel, memory: &[OwnedFd]| {

@@ -104,6 +104,10 @@ fn a_model_is_kept_and_used_wherever_one_is_named() {
     assert_eq!((&listed["models"][0]["id"], &listed["limit_bytes"]), (&kept["id"], &(64 << 20).into()));
     let metrics = String::from_utf8(keeping.run(&["kept", "--openmetrics"]).stdout).unwrap();
     assert!(metrics.contains("dmalane_kept_models 1\n") && metrics.ends_with("# EOF\n"), "{metrics}");
+    for stage in ["keep", "read", "hash"] {
+        let took = metrics.lines().find_map(|line| line.strip_prefix(&format!("dmalane_kept_{stage}_seconds_total ")));
+        assert!(took.is_some_and(|took| took.parse::<f64>().unwrap() > 0.0), "{metrics}");
+    }
     let table = String::from_utf8(keeping.run(&["kept"]).stdout).unwrap();
     assert!(table.contains("org/m") && table.contains("1 model\n"), "{table}");
     // The same manifest from memory as from the file, and a load that is verified against it.

@@ -87,7 +87,16 @@ struct Slot {
 impl Staging {
     /// No buffers yet; each will have at most `limit` bytes.
     pub fn new(heap: Arc<dyn Heap>, registrar: Arc<dyn Registrar>, limit: u64) -> Self {
-        Self { heap, registrar, slots: Vec::new(), buffers: 0, most: MORE_BUFFERS, limit, len: limit, in_place: Vec::new() }
+        Self {
+            heap,
+            registrar,
+            slots: Vec::new(),
+            buffers: 0,
+            most: MORE_BUFFERS,
+            limit,
+            len: limit,
+            in_place: Vec::new(),
+        }
     }
 
     /// Prepares for files of which the largest has `largest` bytes.

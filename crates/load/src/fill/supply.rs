@@ -222,7 +222,13 @@ impl<'a> Supply<'a> {
     }
 
     /// The memory from `at` on in a buffer, where it is that of the source of its next extent.
-    fn in_place(&self, buffer: usize, extent: usize, at: usize, staging: &Staging) -> Option<(BufferSlice, Registered)> {
+    fn in_place(
+        &self,
+        buffer: usize,
+        extent: usize,
+        at: usize,
+        staging: &Staging,
+    ) -> Option<(BufferSlice, Registered)> {
         let at = at as u64;
         let (_, e) = self.plan[buffer][extent..].iter().find(|(_, e)| e.to + e.len > at)?;
         let within = at.checked_sub(e.to)?;

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use dmalane_addr::{PageSize, Span};
 use dmalane_device::Placement;
@@ -13,7 +14,9 @@ use dmalane_file::{FileOptions, Mode};
 use rustix::fs::FlockOperation;
 
 use super::client::{Attached, KeeperClient, socket_path};
-use super::describe::{KeptEntry, KeptModel, KeptPlaces, NOT_SHARED, SCHEMA, Stamp, check_name, sealed_text};
+use super::describe::{
+    KeptEntry, KeptModel, KeptPlaces, KeptTimes, NOT_SHARED, SCHEMA, Stamp, check_name, micros, sealed_text,
+};
 use super::error::KeepError;
 use super::wire::KeepRefusal;
 use crate::device::{Loaded, OpenDevice};
@@ -237,10 +240,12 @@ fn keep_files(
     let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
     regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
     let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
-    let Memory { device, fds: memory, places } = match device {
+    let begun = Instant::now();
+    let Memory { device, fds: memory, places, mut took } = match device {
         None => into_memory(files, options.mode, regions, &mut manifest, watch)?,
         Some(device) => onto_device(device, files, options.mode, regions, &mut manifest, watch)?,
     };
+    took.all = micros(begun.elapsed());
     for (file, before) in files.iter().zip(&before) {
         let now = stamp(file)?;
         if now != *before {
@@ -259,7 +264,7 @@ fn keep_files(
         placed,
     };
     let files = files.iter().zip(before).zip(&lens).zip(places).map(entry).collect();
-    let model = KeptModel { schema: SCHEMA, name, id: manifest.id(), shared: options.shared, device, files };
+    let model = KeptModel { schema: SCHEMA, name, id: manifest.id(), shared: options.shared, device, took, files };
     let text = serde_json::to_vec(&model).map_err(|e| system("describe it")(e.into()))?;
     let mut fds = Vec::new();
     for text in [&text[..], manifest.to_json().as_bytes()] {
@@ -270,11 +275,12 @@ fn keep_files(
     Ok(model)
 }
 
-/// Memory of files: of which device, its descriptors, and where the tensors of each file are in it.
+/// Memory of files: of which device, its descriptors, where the tensors of each file are in it, and what it took.
 struct Memory {
     device: Option<String>,
     fds: Vec<OwnedFd>,
     places: Vec<Option<KeptPlaces>>,
+    took: KeptTimes,
 }
 
 /// Reads files into sealed memory of the host, with the hashes of their regions.
@@ -289,11 +295,12 @@ fn into_memory(
     options.fill.hash_regions = Some(Arc::new(regions));
     let sources = files.iter().map(OpenFile::again).collect();
     let read = Read::sources(sources).options(options).watch(watch).into_memory(&MemfdHeap::importable(None))?;
+    let took = KeptTimes::of(&read.filled.report.stages);
     manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
     let sealed = read.filled.buffers.into_iter().map(|buffer| buffer.into_shared().seal());
     let fds =
         sealed.collect::<Result<_, _>>().map_err(|source| KeepError::System { what: "seal its memory", source })?;
-    Ok(Memory { device: None, fds, places: vec![None; files.len()] })
+    Ok(Memory { device: None, fds, places: vec![None; files.len()], took })
 }
 
 /// Loads files into memory of a device that is lent, with the hashes of their regions, and compares what is there with
@@ -354,7 +361,9 @@ fn lend(device: &mut OpenDevice, loaded: &Loaded, manifest: &Manifest) -> Result
         return Err(KeepError::Bad { what, why }.into());
     }
     let lending = device.lending().map_err(cannot_lend)?;
-    let mut memory = Memory { device: Some(lending.device().to_owned()), fds: Vec::new(), places: Vec::new() };
+    let took = KeptTimes::of(&loaded.report.stages);
+    let name = lending.device().to_owned();
+    let mut memory = Memory { device: Some(name), fds: Vec::new(), places: Vec::new(), took };
     for file in &loaded.files {
         let segments = file.bo.iter().flat_map(|bo| bo.sg().segments());
         let spans: Vec<_> = segments.filter_map(|segment| Span::new(segment.addr, segment.len)).collect();

@@ -22,7 +22,7 @@ mod on_device;
 pub mod wire;
 
 pub use client::{Attached, KeeperClient, attach, name_in, socket_path};
-pub use describe::{KeptEntry, KeptModel, KeptPlaces, Stamp, check_name, read_text, sealed_text};
+pub use describe::{KeptEntry, KeptModel, KeptPlaces, KeptTimes, Stamp, check_name, read_text, sealed_text};
 pub use error::KeepError;
 pub use file::KeptFile;
 pub(crate) use file::RegisteredFiles;

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::describe::KeptTimes;
+
 /// The version of the protocol.
 pub const VERSION: u32 = 1;
 /// The longest message.
@@ -116,6 +118,9 @@ pub struct KeptList {
     pub misses: u64,
     /// Models that made room for others.
     pub evicted: u64,
+    /// How long models took to be kept.
+    #[serde(default)]
+    pub took: KeptTimes,
 }
 
 /// A model that is kept.
