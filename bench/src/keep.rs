@@ -4,9 +4,9 @@
 //! An attach ends with the tensors: their names, shapes and addresses. Rounds take the sizes and the load in turn. All
 //! bytes are compared with the file in the first round.
 //!
-//! The same file then goes to devices, each time by a new client: from the kept memory, and through staging buffers from
-//! the page cache. Beside it is the rate that the device has at best: of a GPU, whose link is
-//! modelled, copies by its driver alone; of memory, one thread copying.
+//! The same file then goes to devices, each time by a new client: from the kept memory, and through staging buffers
+//! from the page cache. Beside it is the rate that the device has at best: of a GPU, whose link is modelled, copies by
+//! its driver alone; of memory, one thread copying.
 
 use std::error::Error;
 use std::fs::File;
@@ -95,8 +95,8 @@ fn attach(socket: &Path, name: &str) -> Result<(HostModel, Vec<HostTensor>)> {
     Ok((model, tensors))
 }
 
-/// Attaches to a model and loads it onto a device from its memory, or loads the same `file` of the page cache. Without a
-/// manifest to compare with, nothing is hashed: the keeper's hash names the model.
+/// Attaches to a model and loads it onto a device from its memory, or loads the same `file` of the page cache. Without
+/// a manifest to compare with, nothing is hashed: the keeper's hash names the model.
 fn load_onto(device: &mut OpenDevice, socket: &Path, name: &str, file: Option<&Path>, check: bool) -> Result<f64> {
     let (begun, staged) = (Instant::now(), file.is_some());
     let file = match file {

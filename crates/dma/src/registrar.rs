@@ -86,8 +86,8 @@ impl Pinned {
     /// For registrars: checks a list that `owner` is to map, [admits](Pinned::admit) the access, and gives the bytes.
     ///
     /// # Errors
-    /// [`Error::WholeBuffers`] for an empty list, [`Error::ForeignPin`]; [`Error::NoAccess`], also for writing to memory
-    /// that can only be read.
+    /// [`Error::WholeBuffers`] for an empty list, [`Error::ForeignPin`]; [`Error::NoAccess`], also for writing to
+    /// memory that can only be read.
     pub fn admit_all<T>(list: &mut [Self], owner: &Arc<T>, access: Access) -> Result<u64, Error> {
         if list.is_empty() {
             return Err(Error::WholeBuffers);

@@ -1,12 +1,13 @@
 //! Regions of memory mapped from the kernel.
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
-//! other value unmaps or accesses it. It is readable and writable until the value is dropped; where it is `read_only`, a
-//! write ends the process (SIGSEGV). Established by [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`],
-//! [`Region::import`], [`Region::dma_buf`] and [`Region::import_sealed`], and by the contracts of [`DriverMemory`] for
-//! [`Region::of_driver`] and of [`RawMemory::new`], where others access it too; [`Region::cut`] passes it on to disjoint fragments, which keep a
-//! reference to their mapping. A drop unmaps a whole mapping, drops a fragment's reference to it, or moves either into
-//! a new value for the pool that is the region's home.
+//! other value unmaps or accesses it. It is readable and writable until the value is dropped; where it is `read_only`,
+//! a write ends the process (SIGSEGV). Established by [`Region::anonymous`], [`Region::memfd`],
+//! [`Region::memfd_ranges`], [`Region::import`], [`Region::dma_buf`] and [`Region::import_sealed`], and by the
+//! contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`RawMemory::new`], where others access it too;
+//! [`Region::cut`] passes it on to disjoint fragments, which keep a reference to their mapping. A drop unmaps a whole
+//! mapping, drops a fragment's reference to it, or moves either into a new value for the pool that is the region's
+//! home.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -278,7 +279,8 @@ impl Region {
         // written, and nobody writes to the file. The region has no descriptor: what is written to it is not in the
         // file, and nothing may be written to a file that is sealed.
         let mut region = unsafe { Self::whole(base.cast(), len, None)? };
-        region.read_only = read_only;
+        // It is never plain memory of this process, as what is exported.
+        (region.read_only, region.exported) = (read_only, AtomicBool::new(read_only));
         Ok(region)
     }
 
@@ -665,8 +667,8 @@ impl Region {
     #[inline]
     pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
         // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`; a write
-        // to memory that is to be read alone ends the process, and changes nothing), and the view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not give
-        // access to its region.
+        // to memory that is to be read alone ends the process, and changes nothing), and the view borrows `self`. No
+        // reference into it is in use: only `Exclusive` makes slices, and it does not give access to its region.
         unsafe { VolatileSlice::from_raw(self.ptr, self.len) }
     }
 }

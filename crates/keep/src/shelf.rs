@@ -220,7 +220,7 @@ impl Shelf {
         }
         if has < bytes {
             let text = format!(
-                "{bytes} bytes are missing on {device}: of your models there, those to which nobody is attached have {has}"
+                "{bytes} bytes are missing on {device}: your models there to which nobody is attached have {has}"
             );
             return Err((KeepRefusal::Room, text));
         }

@@ -22,7 +22,7 @@ use crate::channels::Channels;
 use crate::clock::Clocks;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
-use crate::fill::{Digest, FillOptions, Staging};
+use crate::fill::{Digest, FillOptions, Job, Staging};
 use crate::kept::RegisteredFiles;
 use crate::layout::{ALIGN, Layout, PAGE, Place, TensorAlign, TensorRun, VaRange};
 use crate::open_file::OpenFile;
@@ -410,11 +410,21 @@ impl OpenDevice {
         Some((new.min(all.saturating_sub(touched)), used))
     }
 
-    /// Has the bytes of kept files transferred from where they are by the next job, where the device reaches them.
-    pub(crate) fn register_kept<'a>(&mut self, sources: impl Iterator<Item = &'a OpenFile>, clocks: &mut Clocks) {
+    /// Has the bytes of kept files transferred from where they are by this job, where the device reaches them. To
+    /// register a file takes as long as to copy it: it is, once half of it is wanted.
+    pub(crate) fn register_kept<'a>(
+        &mut self,
+        sources: impl Iterator<Item = &'a OpenFile>,
+        job: &Job,
+        clocks: &mut Clocks,
+    ) {
         let Self { registered, registrar, staging, .. } = self;
-        let in_place = |file: &OpenFile| registered.add(file.kept.as_ref()?, &**registrar, clocks);
-        staging.in_place = sources.map(in_place).collect();
+        let in_place = |(source, file): (usize, &OpenFile)| {
+            let kept = file.kept.as_ref()?;
+            let wanted: u64 = job.extents.iter().filter(|e| e.source == source).map(|e| e.len).sum();
+            registered.memory(kept, wanted >= kept.len / 2, &**registrar, clocks)
+        };
+        staging.in_place = sources.enumerate().map(in_place).collect();
     }
 
     /// Counters of the device, where it has any.
@@ -422,8 +432,8 @@ impl OpenDevice {
         self.device.counters()
     }
 
-    /// Makes loads and comparisons fail from now on, that under way too, as soon as `stop` is true; `None` for those that
-    /// only end by themselves.
+    /// Makes loads and comparisons fail from now on, that under way too, as soon as `stop` is true; `None` for those
+    /// that only end by themselves.
     pub fn stop_when(&mut self, stop: Option<Arc<AtomicBool>>) {
         self.stop = stop;
     }

@@ -119,7 +119,7 @@ impl OpenDevice {
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
-        self.register_kept(sources.iter(), &mut Clocks::default());
+        self.register_kept(sources.iter(), job, &mut Clocks::default());
         let Self { queue, info, staging, .. } = self;
         // Of full length at once, so that they are registered once, however small what is read first is.
         staging.prepare(u64::MAX);
@@ -175,7 +175,7 @@ impl OpenDevice {
         let (mut binds, mut transfers, mut failed) =
             (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
-        self.register_kept(inputs.iter().map(|input| &input.source), &mut binds);
+        self.register_kept(inputs.iter().map(|input| &input.source), job, &mut binds);
         let Self { queue, device, info, staging, options, resident, stop, .. } = self;
         let stop = stop.clone();
         staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));

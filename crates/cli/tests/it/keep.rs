@@ -270,7 +270,7 @@ fn models_on_a_gpu_make_room_for_others_unless_somebody_is_attached() {
     let first = keeper.attach_onto("a", &mut gpu, false).unwrap();
     let second = keeper.attach_onto("b", &mut gpu, false).unwrap();
     let refused = keeper.room_on(&device, bytes).unwrap_err().to_string();
-    assert!(refused.contains("those to which nobody is attached have 0"), "{refused}");
+    assert!(refused.contains("there to which nobody is attached have 0"), "{refused}");
     gpu.unload(first).unwrap();
     gpu.unload(second).unwrap();
     let refused = keeper.room_on(&device, missing("d").1).unwrap_err().to_string();

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use dmalane::device::Placement;
 use dmalane::dma::{Heap, MemfdHeap};
 use dmalane::load::kept::KeptFile;
-use dmalane::load::{Input, Loaded, Manifest, OpenDevice, OpenFile, SetFile, Stage, write_sample};
-use dmalane::{FileOptions, error_chain};
+use dmalane::load::{Input, Loaded, Manifest, OpenDevice, OpenFile, Part, SetFile, Stage, write_sample};
+use dmalane::{FileOptions, HostModel, ModelOptions, error_chain};
 use dmalane_fake_cuda::Fake;
 
 use crate::devices::each_kind;
@@ -82,6 +82,16 @@ fn a_file_is_registered_once_for_all_gpus_of_a_process() {
     let registered = || fake.calls("cuMemHostRegister_v2");
     let open = |gpu: u32| dmalane::open(&format!("cuda:{gpu},lib={}", fake.path())).unwrap();
     fake.set("gpus", 2);
+    // For the sake of a small part it is not.
+    let copied = fake.copied();
+    let model = HostModel::of_files([OpenFile::of(&file).unwrap()], ModelOptions::default()).unwrap();
+    let name = model.tensors().max_by_key(|tensor| tensor.len).unwrap().name.clone();
+    let mut device = open(0);
+    let at = device.memory_mut().reserve(4096).unwrap().first();
+    let part = [Part { name, bytes: 0..4096, to: 0 }];
+    model.read_parts_onto(&mut device, at.into(), &part, &mut |_| ControlFlow::Continue(())).unwrap();
+    assert!(device.staging_backing().is_some() && fake.copied() - copied == 4096);
+    drop((model, device));
     let mut devices = [open(0), open(1)];
     let (before, copied) = (registered(), fake.copied());
     for device in &mut devices {

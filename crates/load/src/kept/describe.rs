@@ -4,13 +4,12 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
 use super::error::KeepError;
-use crate::stage::{Stage, StageReport};
+use super::times::KeptTimes;
 
 /// The version of the JSON.
 pub(super) const SCHEMA: u64 = 1;
@@ -43,37 +42,6 @@ pub struct KeptModel {
     pub took: KeptTimes,
     /// Its files, each in a memfd or in memory of a device of its own.
     pub files: Vec<KeptEntry>,
-}
-
-/// Microseconds that models took to be kept. Stages overlap.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct KeptTimes {
-    /// All of it, until they were sealed, or compared in memory of a device.
-    pub all: u64,
-    /// Reading.
-    pub read: u64,
-    /// Hashing.
-    pub hash: u64,
-    /// Moving bytes onto a device.
-    pub transfer: u64,
-}
-
-impl KeptTimes {
-    pub(super) fn of(stages: &[StageReport]) -> Self {
-        let of = |stage| stages.iter().filter(|of| of.stage == stage).map(|of| micros(of.busy)).sum();
-        let [read, hash, transfer] = [Stage::Read, Stage::Checksum, Stage::Transfer].map(of);
-        Self { all: 0, read, hash, transfer }
-    }
-
-    /// The sum with those of other models.
-    pub fn add(&mut self, Self { all, read, hash, transfer }: Self) {
-        let ours = [&mut self.all, &mut self.read, &mut self.hash, &mut self.transfer];
-        ours.into_iter().zip([all, read, hash, transfer]).for_each(|(sum, more)| *sum = sum.saturating_add(more));
-    }
-}
-
-pub(super) fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// A file of a kept model.

@@ -62,9 +62,19 @@ impl RegisteredFiles {
         Self { device, files: Vec::new() }
     }
 
-    /// The memory of a file, which the device reads where it is; `None` where it cannot.
-    pub(crate) fn add(&mut self, file: &Arc<KeptFile>, bus: &dyn Registrar, clocks: &mut Clocks) -> Option<InPlace> {
+    /// The memory of a file, which the device reads where it is; `None` where it cannot, or where it is not registered
+    /// and `add` is false.
+    pub(crate) fn memory(
+        &mut self,
+        file: &Arc<KeptFile>,
+        add: bool,
+        bus: &dyn Registrar,
+        clocks: &mut Clocks,
+    ) -> Option<InPlace> {
         let on_devices = &mut *lock(&file.on_devices);
+        if !add && !on_devices.registered.contains_key(&self.device) {
+            return None;
+        }
         if on_devices.memory.is_none() {
             let sealed = SharedBuf::import_read_only(file.handle.file().ok()?.as_fd()).ok()?;
             on_devices.memory = Some(sealed.into_slice());

@@ -14,10 +14,9 @@ use dmalane_file::{FileOptions, Mode};
 use rustix::fs::FlockOperation;
 
 use super::client::{Attached, KeeperClient, socket_path};
-use super::describe::{
-    KeptEntry, KeptModel, KeptPlaces, KeptTimes, NOT_SHARED, SCHEMA, Stamp, check_name, micros, sealed_text,
-};
+use super::describe::{KeptEntry, KeptModel, KeptPlaces, NOT_SHARED, SCHEMA, Stamp, check_name, sealed_text};
 use super::error::KeepError;
+use super::times::{KeptTimes, micros};
 use super::wire::KeepRefusal;
 use crate::device::{Loaded, OpenDevice};
 use crate::difference::Difference;
@@ -392,8 +391,8 @@ pub fn check(fds: Vec<OwnedFd>) -> Result<(), Error> {
 }
 
 impl Attached {
-    /// Compares its bytes with its manifest, and that with its hash. `progress` is called with the number of bytes since
-    /// the last call, and can end it.
+    /// Compares its bytes with its manifest, and that with its hash. `progress` is called with the number of bytes
+    /// since the last call, and can end it.
     ///
     /// # Errors
     /// As of [`check`]; [`FillError::Cancelled`].

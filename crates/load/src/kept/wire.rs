@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::describe::KeptTimes;
+use super::times::KeptTimes;
 
 /// The version of the protocol.
 pub const VERSION: u32 = 1;
