@@ -3,6 +3,10 @@
 //! Each model has 200 tensors, whatever its size. The keeper is a thread of this process, over a socket as any other.
 //! An attach ends with the tensors: their names, shapes and addresses. Rounds take the sizes and the load in turn. All
 //! bytes are compared with the file in the first round.
+//!
+//! The same file then goes to devices, each time by a new client: from the kept memory, and through staging buffers
+//! from the page cache. Beside it is the rate that the device has at best: of a GPU, whose link is modelled, copies by
+//! its driver alone; of memory, one thread copying.
 
 use std::error::Error;
 use std::fs::File;
@@ -13,9 +17,15 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
+use dmalane::addr::Access;
+use dmalane::device::{DriverCopy, Placement};
+use dmalane::dma::Heap;
 use dmalane::keep::{Keeper, KeeperConfig, Listener};
 use dmalane::load::kept::{self, KeepOptions};
-use dmalane::load::{HostModel, HostTensor, ModelOptions, OpenFile};
+use dmalane::load::{DriveOptions, HostModel, HostTensor, Manifest, ModelOptions, OpenDevice, OpenFile};
+use dmalane::queue::{Direction, Registered};
+use dmalane::{DeviceSpec, FileOptions, OpenOptions};
+use dmalane_fake_cuda::Fake;
 
 use crate::report::Report;
 
@@ -30,6 +40,10 @@ pub struct Options {
     /// Sizes of models, in MiB; the first one of at least 1 GiB is loaded, too
     #[arg(long, value_delimiter = ',', default_values_t = [64, 1024, 6144])]
     sizes: Vec<u64>,
+
+    /// GB/s of the modelled links of a GPU
+    #[arg(long, value_delimiter = ',', default_values_t = [12.0, 25.0])]
+    links: Vec<f64>,
 }
 
 /// Tensors of each model.
@@ -81,6 +95,87 @@ fn attach(socket: &Path, name: &str) -> Result<(HostModel, Vec<HostTensor>)> {
     Ok((model, tensors))
 }
 
+/// Attaches to a model and loads it onto a device from its memory, or loads the same `file` of the page cache. Without
+/// a manifest to compare with, nothing is hashed: the keeper's hash names the model.
+fn load_onto(device: &mut OpenDevice, socket: &Path, name: &str, file: Option<&Path>, check: bool) -> Result<f64> {
+    let (begun, staged) = (Instant::now(), file.is_some());
+    let file = match file {
+        Some(path) => OpenFile::open(path)?,
+        None => OpenFile::of(&kept::KeeperClient::connect(socket)?.attach(name)?.files()[0])?,
+    };
+    let mut inputs = [file.into_input(FileOptions::default())?];
+    let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {})?;
+    let took = begun.elapsed().as_secs_f64();
+    if check {
+        device.verify(&loaded, &mut inputs, &mut |_| {})?;
+        if (loaded.report.staging.0 > 0) != staged {
+            return Err(format!("{name}: the way of its bytes is not the one that is measured").into());
+        }
+    }
+    device.unload(loaded)?;
+    Ok(took)
+}
+
+/// How long the driver of a GPU takes for as many bytes, by itself.
+fn driver_alone(spec: &DeviceSpec, bytes: u64) -> Result<f64> {
+    const PIECE: u64 = 16 << 20;
+    let device = OpenOptions::default().device(spec)?;
+    let (registrar, mut memory) = (device.registrar(), device.memory());
+    let buffer = registrar.heap(None).allocate(PIECE as usize)?.share();
+    let host = Registered::new(&*registrar, &buffer, Access::RW)?;
+    let at = memory.allocate(PIECE, &Placement::Default)?.segments().next().ok_or("no memory")?.addr;
+    let failed = |e: Box<dyn Error + Send + Sync>| -> Box<dyn Error> { e };
+    let mut driver = device.driver_copies().map_err(failed)?.ok_or("no copies by its driver")?;
+    let copy = DriverCopy { direction: Direction::FromHost, host, offset: 0, at, len: PIECE };
+    let begun = Instant::now();
+    driver.copy(&[copy], bytes.div_ceil(PIECE)).map_err(failed)?;
+    Ok(begun.elapsed().as_secs_f64())
+}
+
+/// The rows of loads onto devices.
+fn onto_devices(options: &Options, socket: &Path, (mib, file): (u64, &Path), report: &mut Report) -> Result<()> {
+    let (fake, name, bytes) = (Fake::turn(), mib.to_string(), mib << 20);
+    fake.set("memory", bytes + (256 << 20));
+    let memory = bytes + (64 << 20);
+    let gpu = || format!("cuda:0,lib={}", fake.path());
+    let mut devices = vec![(format!("ram:{memory}"), None), (format!("soft,ddr={memory}"), None)];
+    devices.extend(options.links.iter().map(|link| (gpu(), Some(*link))));
+    for (device, link) in devices {
+        let spec: DeviceSpec = device.parse()?;
+        let case = link.map_or_else(|| spec.kind().name.to_owned(), |link| format!("cuda, link {link} GB/s"));
+        fake.set("idle", 0);
+        fake.set("link", 0);
+        let mut drive = DriveOptions::default();
+        drive.fill.checksum = false;
+        let mut device = OpenOptions { drive, ..OpenOptions::default() }.open(&spec)?;
+        let (mut samples, mut alone) = ([Vec::new(), Vec::new()], Vec::new());
+        for round in 0..=options.rounds {
+            for (file, samples) in [None, Some(file)].into_iter().zip(&mut samples) {
+                let took = load_onto(&mut device, socket, &name, file, round == 0)?;
+                if round > 0 {
+                    samples.push(took);
+                }
+            }
+            if let Some(link) = link {
+                fake.set("idle", 1);
+                fake.set("link", (link * 1e9) as u64);
+                alone.push(driver_alone(&spec, bytes)?);
+            } else {
+                let lent = kept::KeeperClient::connect(socket)?.attach(&name)?;
+                let mut inputs = [OpenFile::of(&lent.files()[0])?.into_input(FileOptions::default())?];
+                let rates = device.reference_rates(&mut inputs, &Manifest::default())?;
+                alone.push(bytes as f64 / rates.copy);
+            }
+        }
+        let ours = report.row(&case, "load, from the kept memory", bytes, &samples[0]);
+        let before = report.row(&case, "load, through staging buffers", bytes, &samples[1]);
+        let alone = report.row(&case, "the device at best", bytes, &alone);
+        report.of_rounds(options.rounds).at_least(&format!("{case}: load / at best"), 0.95, alone / ours);
+        report.note(&case, "through staging buffers / at best", alone / before);
+    }
+    Ok(())
+}
+
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("keep");
     let folder = tempfile::tempdir()?;
@@ -130,6 +225,9 @@ pub fn run(options: &Options) -> Result<Report> {
                 loads.push(took);
             }
         }
+    }
+    if let Some(mib) = loaded {
+        onto_devices(options, &socket, (mib, &path(mib)), &mut report)?;
     }
     drop(stop);
     keeper.join().map_err(|_| "the keeper panicked")??;

@@ -158,7 +158,13 @@ fn registrar(context: &Arc<Context>, pins: bool) -> Pins {
         return NoIommu::calling(None, move |buffer, range| Ok(Some(Registered::new(&context, buffer, range)?)));
     }
     let allocate = move |len| Ok(Box::new(PinnedMemory::allocate(&context, len)?) as _);
-    NoIommu::calling(Some(Arc::new(DriverHeap::new("cuMemHostAlloc", allocate))), |_, _| Ok(None))
+    NoIommu::calling(Some(Arc::new(DriverHeap::new("cuMemHostAlloc", allocate))), |buffer, _| {
+        match buffer.is_read_only() {
+            // Copies from there would take longer than those through the heap's memory.
+            true => Err(Error::Unsupported("cuMemHostRegister").into()),
+            false => Ok(None),
+        }
+    })
 }
 
 fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool, refused: Option<&str>) -> Vec<String> {

@@ -141,7 +141,17 @@ impl SharedBuf {
     /// [`Error::Import`] unless the file is a memfd of ordinary pages, sealed against shrinking and writing, with a
     /// length that is a multiple of 4 KiB.
     pub fn import_sealed(fd: BorrowedFd<'_>) -> Result<Self, Error> {
-        let region = Region::import_sealed(fd).map_err(Error::Import)?;
+        let region = Region::import_sealed(fd, false).map_err(Error::Import)?;
+        Ok(Self::outside_heaps(region))
+    }
+
+    /// As [`SharedBuf::import_sealed`], to be read alone: pinned for a device, it is still the same memory for all who
+    /// have it. A write to it ends this process (SIGSEGV), and no device is admitted to write.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn import_read_only(fd: BorrowedFd<'_>) -> Result<Self, Error> {
+        let region = Region::import_sealed(fd, true).map_err(Error::Import)?;
         Ok(Self::outside_heaps(region))
     }
 

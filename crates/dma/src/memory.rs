@@ -48,7 +48,7 @@ impl Memory {
     }
 
     /// Runs `f` while no mapping lets a device write; `None` when one does, or when the memory was exported or has
-    /// duplicates.
+    /// duplicates. Memory to be read alone never changes.
     pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
         /// Ends the borrow, also when `f` panics.
         struct Borrow<'a>(&'a Memory);
@@ -60,6 +60,9 @@ impl Memory {
                     self.0.returned.notify_all();
                 }
             }
+        }
+        if self.region.is_read_only() {
+            return Some(f());
         }
         let mut uses = lock(&self.uses);
         if uses.writers > 0 || uses.duplicated || self.region.is_exported() {
@@ -96,6 +99,11 @@ impl BufferRef {
     /// The virtual address of the memory in this process, for kernel interfaces that pin by address.
     pub fn address(&self) -> usize {
         self.as_volatile_slice().as_ptr().addr()
+    }
+
+    /// True for memory that can only be read ([`SharedBuf::import_read_only`](crate::SharedBuf::import_read_only)).
+    pub fn is_read_only(&self) -> bool {
+        self.0.region.is_read_only()
     }
 
     /// The kind of pages behind the memory.

@@ -86,7 +86,8 @@ impl Pinned {
     /// For registrars: checks a list that `owner` is to map, [admits](Pinned::admit) the access, and gives the bytes.
     ///
     /// # Errors
-    /// [`Error::WholeBuffers`] for an empty list, [`Error::ForeignPin`], [`Error::NoAccess`].
+    /// [`Error::WholeBuffers`] for an empty list, [`Error::ForeignPin`]; [`Error::NoAccess`], also for writing to
+    /// memory that can only be read.
     pub fn admit_all<T>(list: &mut [Self], owner: &Arc<T>, access: Access) -> Result<u64, Error> {
         if list.is_empty() {
             return Err(Error::WholeBuffers);
@@ -94,7 +95,8 @@ impl Pinned {
         if list.iter().any(|pinned| !pinned.is_from(owner)) {
             return Err(Error::ForeignPin);
         }
-        if !access.intersects(Access::RW) {
+        let read_only = |pinned: &Self| pinned.buffer.is_read_only();
+        if !access.intersects(Access::RW) || access.contains(Access::WRITE) && list.iter().any(read_only) {
             return Err(Error::NoAccess(access));
         }
         list.iter_mut().for_each(|pinned| pinned.admit(access));

@@ -91,14 +91,15 @@ impl BufferSlice {
             let view = this.as_volatile_slice();
             // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other slices
             // are disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a slice, and
-            // `while_unwritten` refuses a buffer with duplicates), views of
-            // this slice borrow it and so cannot exist beside `&mut self`, an operation of the kernel or a device in
-            // flight owns its slice, and devices that could write without one need a mapping with that right, which
-            // `while_unwritten` has just ruled out and keeps out. Nor does another process: `while_unwritten` refuses
-            // an exported buffer, and none becomes exported meanwhile: `SharedBuf::export` takes a `SharedBuf`, which
-            // does not exist beside a slice of it, and `BufferRef::export` refuses memory of which `while_unwritten`
-            // has counted a borrow; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend
-            // lets nobody write without an admission that `while_unwritten` has ruled out.
+            // `while_unwritten` refuses a buffer with duplicates), views of this slice borrow it and so cannot exist
+            // beside `&mut self`, an operation of the kernel or a device in flight owns its slice, and devices that
+            // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and
+            // keeps out. Nor does another process: `while_unwritten` refuses an exported buffer, and none becomes
+            // exported meanwhile: `SharedBuf::export` takes a `SharedBuf`, which does not exist beside a slice of it,
+            // and `BufferRef::export` refuses memory of which `while_unwritten` has counted a borrow;
+            // `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend lets nobody write
+            // without an admission that `while_unwritten` has ruled out. Memory to be read alone, which it also admits,
+            // is of a file that is sealed against writing (`Region::import_sealed`), and mapped so.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }
@@ -191,11 +192,12 @@ debug_as!(BufferSlice, |it| "BufferSlice({}..{})", it.offset, it.offset + it.len
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
     use std::sync::Arc;
 
     use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable};
 
-    use crate::{AnonHeap, BufferRef, Error, Heap, MemfdHeap, Pinned, Undo};
+    use crate::{AnonHeap, BufferRef, Error, Heap, MemfdHeap, Pinned, SharedBuf, Undo};
 
     /// A registrar that pins and maps nothing.
     struct Nothing;
@@ -213,6 +215,28 @@ mod tests {
         let mut pinned = Pinned::new(reference.clone(), 0..reference.len(), None, Arc::new(Nothing));
         pinned.admit(access);
         pinned
+    }
+
+    #[test]
+    fn memory_to_be_read_alone_lends_its_bytes_and_admits_no_writer() {
+        let buf = MemfdHeap::importable(None).allocate(8192).unwrap().share();
+        buf.as_volatile_slice().write(&[7; 8192]);
+        let fd = buf.seal().unwrap();
+        let read_only = SharedBuf::import_read_only(fd.as_fd()).unwrap();
+        assert!(read_only.reference().is_read_only() && read_only.export().is_none());
+        assert!(!SharedBuf::import_sealed(fd.as_fd()).unwrap().reference().is_read_only());
+        read_only.populate(0, 8192).unwrap();
+        let mut slice = read_only.into_slice();
+        let _other = slice.duplicate(0..4096).unwrap();
+        assert_eq!(slice.with_bytes(<[u8]>::to_vec), Some(vec![7; 8192]), "nobody can write to it");
+        assert!(SharedBuf::import_read_only(fd.as_fd()).unwrap().into_cpu().is_err());
+        let owner = Arc::new(Nothing);
+        let admit = |access| {
+            let mut list = [Pinned::new(slice.reference(), 0..8192, None, owner.clone())];
+            Pinned::admit_all(&mut list, &owner, access)
+        };
+        assert_eq!(admit(Access::READ).unwrap(), 8192);
+        assert!(matches!(admit(Access::RW), Err(Error::NoAccess(_))));
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! Regions of memory mapped from the kernel.
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
-//! other value unmaps or accesses it. It is readable and writable until the value is dropped. Established by
-//! [`Region::anonymous`], [`Region::memfd`], [`Region::memfd_ranges`], [`Region::import`], [`Region::dma_buf`] and
-//! [`Region::import_sealed`], and by the contracts of [`DriverMemory`] for [`Region::of_driver`] and of
-//! [`RawMemory::new`], where others access it too; [`Region::cut`] passes it on to disjoint fragments, which keep a
-//! reference to their mapping. A drop unmaps a whole mapping, drops a fragment's reference to it, or moves either into
-//! a new value for the pool that is the region's home.
+//! other value unmaps or accesses it. It is readable and writable until the value is dropped; where it is `read_only`,
+//! a write ends the process (SIGSEGV). Established by [`Region::anonymous`], [`Region::memfd`],
+//! [`Region::memfd_ranges`], [`Region::import`], [`Region::dma_buf`] and [`Region::import_sealed`], and by the
+//! contracts of [`DriverMemory`] for [`Region::of_driver`] and of [`RawMemory::new`], where others access it too;
+//! [`Region::cut`] passes it on to disjoint fragments, which keep a reference to their mapping. A drop unmaps a whole
+//! mapping, drops a fragment's reference to it, or moves either into a new value for the pool that is the region's
+//! home.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -40,6 +41,8 @@ pub(crate) struct Region {
     fd: Option<OwnedFd>,
     /// Set permanently once `fd` was exported: another process may have the memory mapped.
     exported: AtomicBool,
+    /// Sealed memory that is mapped to be read alone: nobody can change it.
+    read_only: bool,
     /// Held by the thread that writes to `fd`: the kernel lets one do so at a time.
     writing: Mutex<()>,
     /// The pool that gets the memory on drop; `None` to unmap it.
@@ -132,7 +135,8 @@ impl Region {
     unsafe fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
         let ptr = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
         let (exported, writing) = (AtomicBool::new(false), Mutex::new(()));
-        let region = Self { ptr, len, page: page(), fd, exported, writing, home: None, slab: None, driver: None };
+        let (home, slab, driver, read_only) = (None, None, None, false);
+        let region = Self { ptr, len, page: page(), fd, exported, read_only, writing, home, slab, driver };
         // A kernel that refuses only dumps more.
         let _ = region.advise(0, len, Advice::LinuxDontDump);
         Ok(region)
@@ -258,19 +262,26 @@ impl Region {
         unsafe { Self::shared(fd, len, true) }
     }
 
-    /// Maps a whole memfd that nobody can change any more, privately: what is written here stays here.
+    /// Maps a whole memfd that nobody can change any more: privately, so that what is written here stays here, or
+    /// `read_only`.
     ///
     /// # Errors
     /// As [`Region::import`], also for a memfd that is not sealed against writing.
-    pub(crate) fn import_sealed(fd: BorrowedFd<'_>) -> io::Result<Self> {
+    pub(crate) fn import_sealed(fd: BorrowedFd<'_>, read_only: bool) -> io::Result<Self> {
         let len = Self::check_memfd(fd, SealFlags::SHRINK | SealFlags::WRITE)?;
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let (access, flags) = match read_only {
+            true => (ProtFlags::READ, MapFlags::SHARED),
+            false => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),
+        };
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base = unsafe { mm::mmap(ptr::null_mut(), len, access, flags, fd, 0) }?;
-        // SAFETY: the mapping made above, of a file that cannot shrink (checked above). It is private, and nobody
-        // writes to the file. The region has no descriptor, since what is written to it is not in the file.
-        unsafe { Self::whole(base.cast(), len, None) }
+        // SAFETY: the mapping made above, of a file that cannot shrink (checked above). It is private or cannot be
+        // written, and nobody writes to the file. The region has no descriptor: what is written to it is not in the
+        // file, and nothing may be written to a file that is sealed.
+        let mut region = unsafe { Self::whole(base.cast(), len, None)? };
+        // It is never plain memory of this process, as what is exported.
+        (region.read_only, region.exported) = (read_only, AtomicBool::new(read_only));
+        Ok(region)
     }
 
     /// The bytes of a memfd of ordinary pages that has these seals.
@@ -332,7 +343,8 @@ impl Region {
 
     fn of_owner(ptr: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>, exported: bool) -> Self {
         let (exported, driver, writing) = (AtomicBool::new(exported), Some(owner), Mutex::new(()));
-        Self { ptr, len, page: page(), fd: None, exported, writing, home: None, slab: None, driver }
+        let (home, slab, read_only) = (None, None, false);
+        Self { ptr, len, page: page(), fd: None, exported, read_only, writing, home, slab, driver }
     }
 
     /// True for memory, or a fragment of it, that somebody else has mapped: the kernel takes no advice about it.
@@ -394,6 +406,7 @@ impl Region {
             page,
             fd: None,
             exported: AtomicBool::new(false),
+            read_only: false,
             writing: Mutex::new(()),
             home: None,
             slab: Some(slab.clone()),
@@ -418,6 +431,11 @@ impl Region {
             return Ok(());
         }
         let start = offset & !(page() - 1);
+        if self.read_only {
+            // Its pages are the file's. A kernel before 5.14 finds them when they are used.
+            let _ = self.advise(start, end - start, Advice::LinuxPopulateRead);
+            return Ok(());
+        }
         match self.advise(start, end - start, Advice::LinuxPopulateWrite) {
             // Kernels before 5.14 do not know the advice: touch each page instead.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
@@ -641,12 +659,16 @@ impl Region {
         self.exported.load(Ordering::Relaxed)
     }
 
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
     /// The memory as a volatile slice, which others may change at any time.
     #[inline]
     pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
-        // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and
-        // the view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not give
-        // access to its region.
+        // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`; a write
+        // to memory that is to be read alone ends the process, and changes nothing), and the view borrows `self`. No
+        // reference into it is in use: only `Exclusive` makes slices, and it does not give access to its region.
         unsafe { VolatileSlice::from_raw(self.ptr, self.len) }
     }
 }
@@ -714,6 +736,7 @@ impl Drop for Region {
                 page: self.page,
                 fd,
                 exported: AtomicBool::new(false),
+                read_only: false,
                 writing: Mutex::new(()),
                 home: None,
                 slab,

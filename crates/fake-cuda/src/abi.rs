@@ -194,12 +194,28 @@ macro_rules! functions {
     )*};
 }
 
+const PORTABLE: c_uint = 1;
+const READ_ONLY: c_uint = 8;
+
+/// Whether the memory at an address of this process may be written.
+fn is_written(at: usize) -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let rights = |line: &str| {
+        let (range, rest) = line.split_once(' ')?;
+        let (first, end) = range.split_once('-')?;
+        let range = usize::from_str_radix(first, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
+        range.contains(&at).then(|| rest.as_bytes().get(1) == Some(&b'w'))
+    };
+    maps.lines().find_map(rights).unwrap_or(false)
+}
+
 /// Of [`Settings`]: attributes of `CUdevice_attribute`.
 fn attribute(settings: &Settings, attribute: c_int) -> c_int {
     match attribute {
         11 => c_int::MAX,
         40 => 2,
         99 => settings.host_register.into(),
+        113 => settings.read_only_register.into(),
         102 | 103 | 110 | 124 => settings.virtual_memory.into(),
         _ => 0,
     }
@@ -393,8 +409,18 @@ functions! {
             if !state.settings.host_register {
                 return Err(NOT_SUPPORTED);
             }
-            if at == 0 || !at.is_multiple_of(4096) || len == 0 || !len.is_multiple_of(4096) || flags != 1 {
+            let is_known = [PORTABLE, PORTABLE | READ_ONLY].contains(&flags);
+            if at == 0 || !at.is_multiple_of(4096) || len == 0 || !len.is_multiple_of(4096) || !is_known {
                 state.violation(format!("registration of {len} bytes at {at:#x} with flags {flags}"));
+                return Err(INVALID_VALUE);
+            }
+            let read_only = flags & READ_ONLY > 0;
+            if read_only && !state.settings.read_only_register {
+                return Err(NOT_SUPPORTED);
+            }
+            // Pages of a mapping that may be written are copied when a driver pins them, if its writes are its own.
+            if is_written(at) == read_only {
+                state.violation(format!("registration at {at:#x} of memory that is writable: {}", !read_only));
                 return Err(INVALID_VALUE);
             }
             let near = state.registered.range(..at + len).next_back();
@@ -681,7 +707,9 @@ functions! {
             let (len, memory, context) = live(state, handle, "exported")?;
             match &*memory.lock().unwrap_or_else(PoisonError::into_inner) {
                 Bytes::Shared(file, _, false) if kind == 1 && flags == 0 => {
-                    let wrapped = wrap(file, context - context_of(0), len).map_err(|_| NOT_SUPPORTED)?;
+                    let wrap = |file: File| Ok(wrap(&file, context - context_of(0), len)?);
+                    let wrapped = locked(file).and_then(wrap).map_err(|_| NOT_SUPPORTED)?;
+                    state.lent.push((Arc::downgrade(&memory), file.try_clone().map_err(|_| NOT_SUPPORTED)?, len));
                     put(to, wrapped.into_raw_fd())
                 }
                 _ => Err(INVALID_VALUE),
@@ -882,6 +910,7 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
         "gpus" => state.settings.gpus = number(1) as u32,
         "virtual-memory" => state.settings.virtual_memory = number(1) > 0,
         "host-register" => state.settings.host_register = number(1) > 0,
+        "read-only-register" => state.settings.read_only_register = number(1) > 0,
         "hold" => state.settings.held = number(1) > 0,
         "lose" => state.settings.lost = number(1),
         "adopt" => {

@@ -2,9 +2,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
 
 pub(crate) type Code = u32;
 pub(crate) const INVALID_VALUE: Code = 1;
@@ -72,6 +75,21 @@ impl Bytes {
             (Self::Shared(file, ..), false) => file.read_exact_at(here, offset as u64).expect("memory"),
         }
     }
+}
+
+fn again(file: &File) -> std::io::Result<File> {
+    File::options().read(true).write(true).open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// A descriptor of its own of memory, with a lock by which is known whether any process still has it.
+pub(crate) fn locked(file: &File) -> std::io::Result<File> {
+    let file = again(file)?;
+    flock(&file, FlockOperation::NonBlockingLockShared)?;
+    Ok(file)
+}
+
+fn is_held(file: &File) -> bool {
+    again(file).is_ok_and(|file| flock(file, FlockOperation::NonBlockingLockExclusive).is_err())
 }
 
 /// Memory at device addresses.
@@ -156,6 +174,7 @@ pub(crate) struct Settings {
     pub memory: u64,
     pub virtual_memory: bool,
     pub host_register: bool,
+    pub read_only_register: bool,
     pub gpus: u32,
     /// Before each job.
     pub delay: Duration,
@@ -175,9 +194,10 @@ impl Default for Settings {
     fn default() -> Self {
         let delay = Duration::from_micros(20);
         Self {
-            memory: 256 << 20,
+            memory: std::env::var("FAKE_CUDA_MEMORY").ok().and_then(|n| n.parse().ok()).unwrap_or(256 << 20),
             virtual_memory: true,
             host_register: true,
+            read_only_register: true,
             gpus: 1,
             delay,
             held: false,
@@ -199,6 +219,8 @@ pub(crate) struct State {
     pub pushed: usize,
     /// Allocations: bytes, the memory, the context of their GPU.
     pub handles: BTreeMap<u64, (u64, Memory, u64)>,
+    /// Memory that other processes may have, and its bytes.
+    pub lent: Vec<(Weak<Mutex<Bytes>>, File, u64)>,
     pub reserved: BTreeMap<u64, u64>,
     pub mapped: BTreeMap<u64, Mapping>,
     pub registered: BTreeMap<usize, usize>,
@@ -363,7 +385,9 @@ impl State {
                 used += memory.lock().unwrap_or_else(PoisonError::into_inner).counted();
             }
         }
-        used
+        // And what only others have.
+        let held = self.lent.iter().filter(|(memory, file, _)| memory.strong_count() == 0 && is_held(file));
+        used + held.map(|(.., len)| len).sum::<u64>()
     }
 
     /// When the link to the host has moved what a stream does next, which then has it until then.

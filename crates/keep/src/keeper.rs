@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -62,6 +62,9 @@ struct Connection {
 /// A model that was hashed, and whether it is what its manifest says; `None` where that cannot be told now.
 type Hashed = (u64, Option<Result<(), String>>);
 
+/// Another process that holds models, and those that it has.
+type Replaced = (Store, Vec<Stored>);
+
 /// The "user" for whom the keeper closes memory that it held: no client can make that take long.
 const MYSELF: u32 = u32::MAX;
 
@@ -79,6 +82,9 @@ pub struct Keeper {
     store: Store,
     /// When whoever holds models was last replaced.
     replaced: Option<Instant>,
+    /// Another one, which a thread starts, and models that were let go of meanwhile.
+    next_store: Option<Receiver<std::io::Result<Replaced>>>,
+    let_go: Vec<u64>,
     log: Box<dyn FnMut(&str) + Send>,
 }
 
@@ -95,6 +101,8 @@ impl Keeper {
             hash_after: Instant::now(),
             store: Store::None,
             replaced: None,
+            next_store: None,
+            let_go: Vec::new(),
             log: Box::new(log),
         }
     }
@@ -172,7 +180,7 @@ impl Keeper {
             let sockets = numbers.iter().map(|number| self.connections[number].socket.as_fd());
             let mut fds: Vec<PollFd<'_>> =
                 fds.chain(sockets).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-            let is_busy = rest.is_some() || self.hashing;
+            let is_busy = rest.is_some() || self.hashing || self.next_store.is_some();
             let wait = if is_busy { Duration::from_millis(5) } else { IDLE / 10 };
             match poll(&mut fds, Some(&timespec(wait))) {
                 Ok(_) | Err(Errno::INTR) => {}
@@ -182,6 +190,10 @@ impl Keeper {
             drop(fds);
             if ready[0] {
                 let in_order = rustix::io::read(stop, &mut [0; 1]).is_ok_and(|n| n > 0);
+                // One that is just being started, too.
+                if let Some(Ok(Ok((store, _)))) = self.next_store.take().map(|next| next.recv()) {
+                    self.store = store;
+                }
                 if in_order || self.shelf.models.is_empty() {
                     self.store.end();
                 }
@@ -194,6 +206,7 @@ impl Keeper {
                 }
                 first += 1;
             }
+            self.take_next_store();
             self.take_hashed();
             self.hash_next();
             let left = self.shelf.take_left();
@@ -219,20 +232,45 @@ impl Keeper {
     fn replace_holder(&mut self) {
         let is_new = self.replaced.is_some_and(|at| at.elapsed() < IDLE);
         self.replaced = Some(Instant::now());
-        let replaced = if is_new { Err(std::io::Error::other("it ends at once")) } else { self.store.replace() };
+        let (tell, next) = channel();
+        self.next_store = Some(next);
+        let Some(holder) = std::mem::replace(&mut self.store, Store::None).into_holder() else { return };
+        if is_new {
+            let _ = tell.send(Err(std::io::Error::other("it ends at once")));
+        } else {
+            // It may take long. Where there is no thread, the answer is that nobody will tell.
+            let start = move || tell.send(Store::replacing(&holder));
+            let _ = thread::Builder::new().name("dmalane-hold".to_owned()).spawn(start);
+        }
+    }
+
+    /// Takes another place for models, once it is there.
+    fn take_next_store(&mut self) {
+        let replaced = match self.next_store.as_ref().map(Receiver::try_recv) {
+            None | Some(Err(TryRecvError::Empty)) => return,
+            Some(Ok(replaced)) => replaced,
+            Some(Err(e)) => Err(std::io::Error::other(e)),
+        };
+        let let_go = std::mem::take(&mut self.let_go);
+        self.next_store = None;
         match replaced {
-            Ok(found) => {
+            Ok((store, found)) => {
+                self.store = store;
                 for kept in &self.shelf.models {
                     // It may be the same one, which this keeper had given up and which has it, or a part of it.
                     self.store.remove(kept.number, kept.user, kept.fds.len());
                     self.store.put(kept.number, kept.user, &kept.fds);
+                }
+                let (gone, found) = found.into_iter().partition::<Vec<_>, _>(|(number, ..)| let_go.contains(number));
+                for (number, user, fds) in gone {
+                    self.store.remove(number, user, fds.len());
+                    self.closers.close(user, fds);
                 }
                 self.take_in(found);
                 (self.log)("warning: the process that holds models was gone; another one has them");
             }
             Err(e) => {
                 (self.log)(&format!("warning: the process that holds models is gone; they end with this keeper: {e}"));
-                self.store = Store::None;
             }
         }
     }
@@ -299,6 +337,9 @@ impl Keeper {
             }
             Ok(KeeperAsk::Attach { name, from, on_device }) => self.attach(user, &name, from, on_device),
             Ok(KeeperAsk::Room { bytes }) => self.room(number, bytes),
+            Ok(KeeperAsk::DeviceRoom { device, bytes }) => {
+                self.shelf.make_room_on(user, &device, bytes).map(|gone| self.make_way(gone))
+            }
             Ok(KeeperAsk::Drop { name }) => self.drop_model(user, &name),
             Ok(KeeperAsk::List) => {
                 let list = serde_json::to_vec(&self.shelf.list(user)).unwrap_or_default();
@@ -353,17 +394,26 @@ impl Keeper {
     fn room(&mut self, number: u64, bytes: u64) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
         let user = self.connections[&number].user;
         let gone = self.shelf.make_room(user, bytes, self.promised(user, number))?;
+        let done = self.make_way(gone);
+        self.connections.entry(number).and_modify(|connection| connection.promised = bytes);
+        Ok(done)
+    }
+
+    /// Lets go of models that make room for others.
+    fn make_way(&mut self, gone: Vec<Kept>) -> (KeeperAnswer, Vec<OwnedFd>) {
         for kept in gone {
             (self.log)(&format!("{:?} of user {} makes room", kept.model.name, kept.user));
             self.release(kept);
         }
-        self.connections.entry(number).and_modify(|connection| connection.promised = bytes);
-        Ok((KeeperAnswer::Done, Vec::new()))
+        (KeeperAnswer::Done, Vec::new())
     }
 
     /// Memory is freed by whoever closes it last, and counts until then.
     fn release(&mut self, kept: Kept) {
         self.store.remove(kept.number, kept.user, kept.fds.len());
+        if self.next_store.is_some() {
+            self.let_go.push(kept.number);
+        }
         match kept.is_lent() {
             true => self.shelf.leaving.push(kept),
             false => self.close(kept),
@@ -397,6 +447,7 @@ impl Keeper {
             self.closers.close(user, fds);
             return Err(refused);
         }
+        self.shelf.took.add(model.took);
         let name = self.shelve(user, fds, (model, bytes), None);
         self.connections.entry(number).and_modify(|connection| connection.promised = 0);
         (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes"));

@@ -4,8 +4,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
-use dmalane_load::kept::KeptModel;
 use dmalane_load::kept::wire::{KeepRefusal, KeptList, KeptRow};
+use dmalane_load::kept::{KeptModel, KeptTimes};
 
 use crate::config::KeeperConfig;
 use crate::lend::{is_lent, lend, pass_on, sealed_bytes};
@@ -99,6 +99,8 @@ pub(crate) struct Shelf {
     pub(crate) hits: u64,
     pub(crate) misses: u64,
     pub(crate) evicted: u64,
+    /// How long the models took that were kept since this keeper began.
+    pub(crate) took: KeptTimes,
 }
 
 /// A refusal with its reason in words.
@@ -202,6 +204,30 @@ impl Shelf {
         Ok(self.models.extract_if(.., |kept| gone.contains(&kept.number)).collect())
     }
 
+    /// Makes room in memory of a device, of which nobody knows here how much there is: at least so many bytes of a
+    /// user's models. Returns those that make room, as [`Shelf::make_room`].
+    pub(crate) fn make_room_on(&mut self, user: u32, device: &str, bytes: u64) -> Result<Vec<Kept>, Refused> {
+        let is_there = |kept: &&Kept| kept.model.device.as_deref() == Some(device) && !kept.is_lent();
+        let mut order: Vec<&Kept> = self.of(Some(user)).filter(is_there).collect();
+        order.sort_by_key(|kept| kept.used);
+        let (mut has, mut gone) = (0, Vec::new());
+        for kept in order {
+            if has >= bytes {
+                break;
+            }
+            has += kept.model.device_bytes();
+            gone.push(kept.number);
+        }
+        if has < bytes {
+            let text = format!(
+                "{bytes} bytes are missing on {device}: your models there to which nobody is attached have {has}"
+            );
+            return Err((KeepRefusal::Room, text));
+        }
+        self.evicted += gone.len() as u64;
+        Ok(self.models.extract_if(.., |kept| gone.contains(&kept.number)).collect())
+    }
+
     /// The models that a user may see.
     pub(crate) fn list(&self, user: u32) -> KeptList {
         let is_right = |kept: &&Kept| kept.model.shared && kept.checked == Checked::Here;
@@ -218,8 +244,8 @@ impl Shelf {
             attaches: kept.attaches,
             idle_s: kept.used.elapsed().as_secs(),
         };
-        let Self { hits, misses, evicted, .. } = *self;
+        let Self { hits, misses, evicted, took, .. } = *self;
         let (used, limit) = (self.bytes(None), self.config.memory);
-        KeptList { models: seen.map(row).collect(), used, limit, hits, misses, evicted }
+        KeptList { models: seen.map(row).collect(), used, limit, hits, misses, evicted, took }
     }
 }

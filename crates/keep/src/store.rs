@@ -22,6 +22,8 @@ use rustix::net::{
 const MAX_MESSAGE: usize = 256;
 /// How long the holder may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long it may take to take what it is sent: all clients of the keeper wait meanwhile.
+const TAKEN_WITHIN: Duration = Duration::from_secs(1);
 /// The first descriptor that a service manager passes.
 const FIRST: i32 = 3;
 
@@ -90,8 +92,8 @@ impl Store {
         let connect = || -> Result<OwnedFd, Errno> {
             let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
             let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
-            for timeout in [Timeout::Recv, Timeout::Send] {
-                set_socket_timeout(&socket, timeout, Some(TIMEOUT))?;
+            for (timeout, time) in [(Timeout::Recv, TIMEOUT), (Timeout::Send, TAKEN_WITHIN)] {
+                set_socket_timeout(&socket, timeout, Some(time))?;
             }
             rustix::net::connect(&socket, &address)?;
             Ok(socket)
@@ -110,16 +112,22 @@ impl Store {
         }
     }
 
-    /// Another process in place of one that is gone, and what it holds; none where it cannot be started.
-    pub(crate) fn replace(&mut self) -> std::io::Result<Vec<Stored>> {
-        let Self::Holder(_, holder) = std::mem::replace(self, Self::None) else { return Ok(Vec::new()) };
+    /// The way to the process that holds models.
+    pub(crate) fn into_holder(self) -> Option<Holder> {
+        if let Self::Holder(_, holder) = self { Some(holder) } else { None }
+    }
+
+    /// Another process in place of one that is gone, and what it holds. This may take several seconds.
+    ///
+    /// # Errors
+    /// It cannot be started, or does not answer.
+    pub(crate) fn replacing(holder: &Holder) -> std::io::Result<(Self, Vec<Stored>)> {
         let begun = std::time::Instant::now();
         loop {
             let mut store = Self::of_holder(holder.clone())?;
             // One that is ending may still have accepted a connection, and does not answer.
             if let (found, true) = store.take_back() {
-                *self = store;
-                return Ok(found);
+                return Ok((store, found));
             }
             std::thread::sleep(Duration::from_millis(5));
             if begun.elapsed() > TIMEOUT {
@@ -156,7 +164,9 @@ impl Store {
                 Self::Manager(..) => format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"),
                 _ => format!("put {name}"),
             };
-            let _ = self.tell(&text, &[fd]);
+            if self.tell(&text, &[fd]).is_err() {
+                return;
+            }
         }
     }
 

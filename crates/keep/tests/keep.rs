@@ -8,11 +8,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dmalane_dma::{error_chain, receive_with_fds, send_with_fds};
-use dmalane_keep::{Keeper, KeeperConfig, KeeperError, Listener};
+use dmalane_keep::{Holder, Keeper, KeeperConfig, KeeperError, Listener, Store, hold};
+use dmalane_load::fill::FillError;
 use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, Message};
 use dmalane_load::kept::{self, KeepError, KeepOptions, KeptEntry, KeptModel, KeptPlaces, Stamp};
 use dmalane_load::{Error, HostModel, Manifest, ModelOptions, OpenFile, write_sample};
@@ -29,12 +31,15 @@ struct Served {
 
 impl Served {
     fn new(config: KeeperConfig) -> Self {
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let lines = log.clone();
+        Self::with(Keeper::new(config, move |line: &str| lines.lock().unwrap().push(line.to_owned())), log)
+    }
+
+    fn with(keeper: Keeper, log: Arc<Mutex<Vec<String>>>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let listener = Listener::bind_with(&folder.path().join("socket"), 0o600, true).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
-        let log = Arc::new(Mutex::new(Vec::new()));
-        let lines = log.clone();
-        let keeper = Keeper::new(config, move |line| lines.lock().unwrap().push(line.to_owned()));
         let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
         Self { folder, stop: Some(stop), keeper: Some(keeper), log }
     }
@@ -573,6 +578,7 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
         id: "a".repeat(64),
         shared,
         device: device.clone(),
+        took: Default::default(),
         files: vec![entry.clone()],
     };
     let keep = |model: &KeptModel, memory: &[OwnedFd]| {
@@ -621,4 +627,54 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
         assert!(begun.elapsed() < Duration::from_secs(60), "it is closed");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// How often a holder was started.
+static STARTS: AtomicU32 = AtomicU32::new(0);
+
+/// Starts a process that holds models, as a thread: the first one ends with the first descriptor that it gets, the
+/// second one takes longer to start than any client waits.
+fn start_slowly(path: &Path) -> std::io::Result<()> {
+    let second = STARTS.fetch_add(1, Ordering::Relaxed) > 0;
+    if second {
+        std::thread::sleep(Duration::from_secs(3));
+        let _ = std::fs::remove_file(path);
+    }
+    let listener = Listener::bind_with(path, 0o600, true).unwrap();
+    std::thread::spawn(move || {
+        if second {
+            return hold(&listener).unwrap();
+        }
+        let keeper = rustix::net::accept(listener.socket()).unwrap();
+        let mut text = [0; 256];
+        while receive_with_fds(&keeper, &mut text, RecvFlags::empty()).unwrap().fds.is_empty() {
+            let _ = send_with_fds(&keeper, b"end", &[], SendFlags::empty());
+        }
+    });
+    Ok(())
+}
+
+#[test]
+fn nobody_waits_for_another_holder() {
+    let holder = tempfile::tempdir().unwrap();
+    let holder = Holder { path: holder.path().join("held"), start: start_slowly };
+    let config = KeeperConfig { memory: 1 << 30, ..KeeperConfig::default() };
+    let store = || Store::of_holder(holder.clone()).unwrap();
+    let served = Served::with(Keeper::new(config.clone(), |_| {}).with_store(store()), Arc::default());
+    let paths = [1, 2].map(|seed| served.sample(&format!("m{seed}"), 1 << 20, seed));
+    let begun = Instant::now();
+    served.keep(&paths[0], KeepOptions::default()).unwrap();
+    served.keep(&paths[1], KeepOptions::default()).unwrap();
+    served.client().drop_model("m1").unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(3) && served.names() == ["m2"]);
+    while STARTS.load(Ordering::Relaxed) < 2 || begun.elapsed() < Duration::from_secs(4) {
+        assert_eq!(served.names(), ["m2"]);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    drop(served);
+    let served = Served::with(Keeper::new(config, |_| {}).with_store(store()), Arc::default());
+    assert_eq!(served.names(), ["m2"]);
+    served.client().attach("m2").unwrap().check(&mut |_| ControlFlow::Continue(())).unwrap();
+    let stopped = served.client().attach("m2").unwrap().check(&mut |_| ControlFlow::Break(())).unwrap_err();
+    assert!(matches!(stopped, Error::Fill(FillError::Cancelled { .. })), "{stopped}");
 }

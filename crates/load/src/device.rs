@@ -19,10 +19,13 @@ use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Polic
 use dmalane_vm::{BindRequest, Bo};
 
 use crate::channels::Channels;
+use crate::clock::Clocks;
 use crate::container::{Model, Tensor};
 use crate::error::Error;
-use crate::fill::{Digest, FillOptions, Staging};
+use crate::fill::{Digest, FillOptions, Job, Staging};
+use crate::kept::RegisteredFiles;
 use crate::layout::{ALIGN, Layout, PAGE, Place, TensorAlign, TensorRun, VaRange};
+use crate::open_file::OpenFile;
 use crate::report::Report;
 use crate::timeline::Track;
 
@@ -66,6 +69,8 @@ pub type JoinedQueue = Split<Box<DeviceQueue>>;
 /// ```
 pub struct OpenDevice {
     pub(crate) queue: JoinedQueue,
+    /// Kept files whose bytes it reads where they are.
+    registered: OfProcess<RegisteredFiles>,
     pub(crate) device: OfProcess<Box<dyn Device>>,
     pub(crate) info: DeviceInfo,
     registrar: Arc<dyn Registrar>,
@@ -270,8 +275,10 @@ impl OpenDevice {
         };
         let chunk = PageSize::SIZE_4K.round_up(options.fill.chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
         let heap = options.heap.clone().unwrap_or_else(|| registrar.heap(None));
+        let number = DEVICES.fetch_add(1, Ordering::Relaxed);
         Ok(Self {
             queue: Split::new(queues, policy),
+            registered: OfProcess::new(RegisteredFiles::of(number)),
             info,
             staging: Staging::new(heap, registrar.clone(), chunk),
             registrar,
@@ -280,7 +287,7 @@ impl OpenDevice {
             options,
             channels,
             bounce: None,
-            number: DEVICES.fetch_add(1, Ordering::Relaxed),
+            number,
             abandoned: 0,
             used: Used::default(),
             next_bo: 1,
@@ -371,13 +378,30 @@ impl OpenDevice {
         Some((new.min(all.saturating_sub(touched)), used))
     }
 
+    /// Has the bytes of kept files transferred from where they are by this job, where the device reaches them. To
+    /// register a file takes as long as to copy it: it is, once half of it is wanted.
+    pub(crate) fn register_kept<'a>(
+        &mut self,
+        sources: impl Iterator<Item = &'a OpenFile>,
+        job: &Job,
+        clocks: &mut Clocks,
+    ) {
+        let Self { registered, registrar, staging, .. } = self;
+        let in_place = |(source, file): (usize, &OpenFile)| {
+            let kept = file.kept.as_ref()?;
+            let wanted: u64 = job.extents.iter().filter(|e| e.source == source).map(|e| e.len).sum();
+            registered.memory(kept, wanted >= kept.len / 2, &**registrar, clocks)
+        };
+        staging.in_place = sources.enumerate().map(in_place).collect();
+    }
+
     /// Counters of the device, where it has any.
     pub fn counters(&self) -> Counters {
         self.device.counters()
     }
 
-    /// Makes loads fail from now on, that under way too, as soon as `stop` is true; `None` for loads that only end by
-    /// themselves.
+    /// Makes loads and comparisons fail from now on, that under way too, as soon as `stop` is true; `None` for those
+    /// that only end by themselves.
     pub fn stop_when(&mut self, stop: Option<Arc<AtomicBool>>) {
         self.stop = stop;
     }

@@ -16,6 +16,7 @@ use crate::error::Error;
 use crate::fill::{self, Event, FillError, FillOptions, Filled, Job, Sink, Targets, ToDevice, Watch};
 use crate::input::Input;
 use crate::manifest::{Expected, Manifest, check, hash_regions};
+use crate::open_file::OpenFile;
 use crate::parts::{Parts, Places};
 use crate::report::Report;
 use crate::stage::Stage;
@@ -108,11 +109,13 @@ impl OpenDevice {
     pub(crate) fn fill_staged<S: Queue<Addr = FileOffset>>(
         &mut self,
         (targets, limit): (&dyn Targets, u64),
+        sources: &[OpenFile],
         job: &Job,
         workers: &mut [Vec<S>],
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
+        self.register_kept(sources.iter(), job, &mut Clocks::default());
         let Self { queue, info, staging, .. } = self;
         // Of full length at once, so that they are registered once, however small what is read first is.
         staging.prepare(u64::MAX);
@@ -120,6 +123,7 @@ impl OpenDevice {
         fill::ask(staging.to_come(u64::MAX), "the staging buffers")?;
         let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
         let filled = fill::fill(Sink::Staging(staging, Some(to)), job, workers, options, watch);
+        self.staging.in_place.clear();
         if filled.is_err() {
             // Slots may be incomplete now.
             self.staging.clear();
@@ -168,6 +172,7 @@ impl OpenDevice {
         let (mut binds, mut transfers, mut failed) =
             (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
+        self.register_kept(inputs.iter().map(|input| &input.source), job, &mut binds);
         let Self { queue, device, info, staging, options, stop, .. } = self;
         let stop = stop.clone();
         staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
@@ -204,6 +209,7 @@ impl OpenDevice {
         let sink = Sink::Staging(staging, Some(to));
         let mut workers = workers(inputs);
         let result = fill::run(start, sink, job, &mut workers, &options, &mut watch);
+        self.staging.in_place.clear();
         if let Some(error) = failed {
             return Err(error);
         }

@@ -2,6 +2,7 @@
 
 use std::hash::Hasher;
 use std::ops::ControlFlow;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
@@ -27,7 +28,8 @@ impl OpenDevice {
     /// with their offset in the tensor.
     ///
     /// # Errors
-    /// [`Error::Transfer`] when the device cannot read it.
+    /// [`Error::Transfer`] when the device cannot read it; [`FillError::Cancelled`] where it was told to stop before
+    /// ([`OpenDevice::stop_when`]).
     ///
     /// # Panics
     /// When the file has no tensor `index`.
@@ -41,6 +43,9 @@ impl OpenDevice {
         let loaded = file.tensor(index);
         let Some(va) = loaded.va else { return Ok(()) };
         let at = self.address_space().at(va.first());
+        if self.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+            return Err(FillError::Cancelled { done: 0, of: va.len() }.into());
+        }
         let (bounce, queue) = self.bounce(file.model.len)?;
         let read = bounce.read_each(queue, at, va.len(), &mut |done, view| -> Result<(), IoError> {
             sink(done, view);

@@ -189,9 +189,13 @@ impl Device {
 
     /// A tensor for each of a model that a keeper has in memory of this device.
     fn attach(&self, py: Python<'_>, name: &str, verify: bool) -> PyResult<Vec<DeviceTensor>> {
-        let loaded = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |_| -> Result<_, Failure> {
+        let loaded = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |progress| -> Result<_, Failure> {
             let keeper = KeeperClient::connect(&socket_path()).map_err(Error::from)?;
-            Ok(keeper.attach_onto(name, &mut *lock(&self.device)?, verify)?)
+            let mut device = lock(&self.device)?;
+            device.stop_when(Some(progress.stop()));
+            let loaded = keeper.attach_onto(name, &mut device, verify);
+            device.stop_when(None);
+            Ok(loaded?)
         })?;
         self.tensors(py, loaded?)
     }

@@ -90,14 +90,14 @@ impl Files {
     /// A model that a keeper lends; where one in memory of a device will do, too, `None` for such a one.
     #[staticmethod]
     fn attached(py: Python<'_>, name: &str, verify: bool, on_device: bool) -> PyResult<Option<Self>> {
-        let opened = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |_| -> Result<_, Failure> {
+        let opened = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |progress| -> Result<_, Failure> {
             let keeper = KeeperClient::connect(&socket_path()).map_err(LoadError::from)?;
             let lent = match keeper.attach_rather(name, on_device) {
                 Err(KeepError::Elsewhere { .. }) if on_device => return Ok(None),
                 lent => lent.map_err(LoadError::from)?,
             };
             if verify {
-                lent.check()?;
+                lent.check(&mut |bytes| progress.advance(bytes))?;
             }
             attached(&lent, ModelOptions { refuse_raw: true, ..ModelOptions::default() }).map(Some)
         })?;

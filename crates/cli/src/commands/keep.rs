@@ -1,14 +1,16 @@
 //! `dmalane keep`, `kept` and `drop`: models that stay in memory.
 
+use std::fmt::Display;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use dmalane::load::Error;
 use dmalane::load::fill::Event;
 use dmalane::load::kept::wire::KeptList;
-use dmalane::load::kept::{self, KeepOptions, KeeperClient, socket_path};
+use dmalane::load::kept::{self, KeepError, KeepOptions, KeeperClient, KeptModel, KeptTimes, socket_path};
 use dmalane::{DeviceSpec, OpenOptions};
 use serde_json::json;
 
@@ -93,10 +95,7 @@ impl Keep {
         };
         let kept = match &self.device {
             None => kept::keep(&self.files, &options, watch),
-            Some(spec) => {
-                let mut device = device::open(spec, &OpenOptions::default())?;
-                kept::keep_on(&mut device, &self.files, &options, watch)
-            }
+            Some(spec) => keep_on(spec, &self.files, &options, watch)?,
         };
         let model = kept.map_err(|e| match model::differs("nothing is kept", &e) {
             Some(failure) => failure,
@@ -116,6 +115,33 @@ impl Keep {
             format!("Keeps {name}: {files}, {} in {took} ({}): kept:{name}\n", binary(bytes), rate(bytes, wall))
         };
         output::tell(self.json, object, text)
+    }
+}
+
+/// How long memory of a device may take to become free.
+const FREED_WITHIN: Duration = Duration::from_secs(2);
+
+/// Keeps a model in memory of a device, where others that are kept make room.
+fn keep_on(
+    spec: &DeviceSpec,
+    files: &[PathBuf],
+    options: &KeepOptions,
+    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Result<KeptModel, Error>, Failure> {
+    let mut asked = None;
+    loop {
+        // Opened again, it has what became free.
+        let mut device = device::open(spec, &OpenOptions::default())?;
+        match (kept::keep_on(&mut device, files, options, &mut watch), asked) {
+            (Err(Error::Kept(KeepError::DeviceFull { device, missing, .. })), None) => {
+                connect()?.room_on(&device, missing).map_err(|e| Failure::because("nothing is kept", &e))?;
+                asked = Some(Instant::now());
+            }
+            (Err(Error::Kept(KeepError::DeviceFull { .. })), Some(since)) if since.elapsed() < FREED_WITHIN => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            (done, _) => return Ok(done),
+        }
     }
 }
 
@@ -148,11 +174,11 @@ impl Kept {
             output::print(&metrics(&listed))?;
             return Ok(ExitCode::SUCCESS);
         }
-        let KeptList { models, used, limit, hits, misses, evicted } = &listed;
+        let KeptList { models, used, limit, hits, misses, evicted, took } = &listed;
         let object = || {
             json!({
                 "schema": 1, "command": "kept", "models": models, "used_bytes": used, "limit_bytes": limit,
-                "hits": hits, "misses": misses, "evicted": evicted,
+                "hits": hits, "misses": misses, "evicted": evicted, "took_us": took,
             })
         };
         output::tell(self.json, object, || {
@@ -184,17 +210,21 @@ impl Kept {
 /// The list as text of OpenMetrics (<https://prometheus.io/docs/specs/om/open_metrics_spec/>).
 fn metrics(listed: &KeptList) -> String {
     let mut text = String::new();
-    let mut add = |name: &str, kind: &str, value: u64| {
+    let mut add = |name: &str, kind: &str, value: &dyn Display| {
         let suffix = if kind == "counter" { "_total" } else { "" };
         text += &format!("# TYPE dmalane_kept_{name} {kind}\ndmalane_kept_{name}{suffix} {value}\n");
     };
-    add("bytes", "gauge", listed.used);
-    add("limit_bytes", "gauge", listed.limit);
-    add("models", "gauge", listed.models.len() as u64);
-    add("attached_models", "gauge", listed.models.iter().filter(|model| model.attached).count() as u64);
-    add("hits", "counter", listed.hits);
-    add("misses", "counter", listed.misses);
-    add("evictions", "counter", listed.evicted);
+    add("bytes", "gauge", &listed.used);
+    add("limit_bytes", "gauge", &listed.limit);
+    add("models", "gauge", &listed.models.len());
+    add("attached_models", "gauge", &listed.models.iter().filter(|model| model.attached).count());
+    add("hits", "counter", &listed.hits);
+    add("misses", "counter", &listed.misses);
+    add("evictions", "counter", &listed.evicted);
+    let KeptTimes { all, read, hash, transfer } = listed.took;
+    for (name, time) in [("keep", all), ("read", read), ("hash", hash), ("transfer", transfer)] {
+        add(&format!("{name}_seconds"), "counter", &Duration::from_micros(time).as_secs_f64());
+    }
     text + "# EOF\n"
 }
 

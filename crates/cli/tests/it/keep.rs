@@ -4,13 +4,15 @@ use std::io::{BufRead, BufReader};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane::addr::CardAddr;
 use dmalane::dma::VolatileSlice;
-use dmalane::load::LoadedFile;
-use dmalane::load::kept::{self, Attached, KeepOptions, KeeperClient};
+use dmalane::load::fill::FillError;
+use dmalane::load::kept::{self, Attached, KeepError, KeepOptions, KeeperClient};
+use dmalane::load::{Error, LoadedFile};
 use dmalane::{HostModel, ModelOptions, OpenDevice, OpenFile, error_chain};
 use dmalane_fake_cuda::Fake;
 use rustix::process::{Pid, Signal, kill_process};
@@ -102,6 +104,10 @@ fn a_model_is_kept_and_used_wherever_one_is_named() {
     assert_eq!((&listed["models"][0]["id"], &listed["limit_bytes"]), (&kept["id"], &(64 << 20).into()));
     let metrics = String::from_utf8(keeping.run(&["kept", "--openmetrics"]).stdout).unwrap();
     assert!(metrics.contains("dmalane_kept_models 1\n") && metrics.ends_with("# EOF\n"), "{metrics}");
+    for stage in ["keep", "read", "hash"] {
+        let took = metrics.lines().find_map(|line| line.strip_prefix(&format!("dmalane_kept_{stage}_seconds_total ")));
+        assert!(took.is_some_and(|took| took.parse::<f64>().unwrap() > 0.0), "{metrics}");
+    }
     let table = String::from_utf8(keeping.run(&["kept"]).stdout).unwrap();
     assert!(table.contains("org/m") && table.contains("1 model\n"), "{table}");
     // The same manifest from memory as from the file, and a load that is verified against it.
@@ -131,6 +137,10 @@ fn a_model_is_kept_and_used_wherever_one_is_named() {
         assert!(start.elapsed() < LONG, "the holder ends with a keeper that ends in good order");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+fn list(keeping: &Keeping) -> Vec<kept::wire::KeptRow> {
+    KeeperClient::connect(&keeping.socket()).unwrap().list().unwrap().models
 }
 
 /// The bytes of a tensor on a device.
@@ -176,6 +186,11 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     let refused = error_chain(&keeper.attach_onto("m", &mut ram, false).unwrap_err());
     assert!(refused.contains("cannot lend its memory to other processes"), "{refused}");
     let mut device = open(0);
+    // Whoever is told to stop compares nothing.
+    device.stop_when(Some(Arc::new(AtomicBool::new(true))));
+    let stopped = keeper.attach_onto("m", &mut device, true).unwrap_err();
+    assert!(matches!(stopped, Error::Fill(FillError::Cancelled { .. })), "{stopped}");
+    device.stop_when(None);
     let loaded = keeper.attach_onto("m", &mut device, true).unwrap();
     let host = HostModel::open([keeping.at("m.safetensors")], ModelOptions::default()).unwrap();
     let file = &loaded.files[0];
@@ -219,6 +234,76 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     assert_eq!(row(&keeping)["attached"], false);
     drop(device);
     fake.assert_clean("kept on the GPU");
+}
+
+#[test]
+fn models_on_a_gpu_make_room_for_others_unless_somebody_is_attached() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+    for (name, bytes) in [("a", 3 << 20), ("b", 3 << 20), ("c", 5 << 20), ("d", 13 << 20)] {
+        sample(keeping.at(&format!("{name}.safetensors")), bytes, bytes);
+    }
+    // In granules of 2 MiB, 4 MiB are free beside a and b.
+    fake.set("memory", 12 << 20);
+    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let open = || dmalane::open(&format!("cuda:0,lib={}", fake.path())).unwrap();
+    let keep = |name: &str| {
+        let path = keeping.at(&format!("{name}.safetensors"));
+        kept::keep_on(&mut open(), [path], &options, |_| ControlFlow::Continue(()))
+    };
+    let names = || {
+        let mut names: Vec<String> = list(&keeping).into_iter().map(|model| model.name).collect();
+        names.sort();
+        names.concat()
+    };
+    let keeper = KeeperClient::connect(&keeping.socket()).unwrap();
+    keep("a").unwrap();
+    keep("b").unwrap();
+    let missing = |name: &str| match keep(name) {
+        Err(Error::Kept(KeepError::DeviceFull { device, missing, .. })) => (device, missing),
+        other => panic!("{other:?}"),
+    };
+    let (device, bytes) = missing("c");
+    assert_eq!(bytes, 2 << 20);
+    // The one that was used last stays, and so do both while somebody is attached.
+    let mut gpu = open();
+    let first = keeper.attach_onto("a", &mut gpu, false).unwrap();
+    let second = keeper.attach_onto("b", &mut gpu, false).unwrap();
+    let refused = keeper.room_on(&device, bytes).unwrap_err().to_string();
+    assert!(refused.contains("there to which nobody is attached have 0"), "{refused}");
+    gpu.unload(first).unwrap();
+    gpu.unload(second).unwrap();
+    let refused = keeper.room_on(&device, missing("d").1).unwrap_err().to_string();
+    assert!(refused.contains("10485760 bytes are missing") && refused.contains("attached have 8388608"), "{refused}");
+    assert_eq!(keeper.room_on("GPU-other", 1).unwrap_err().to_string().matches("have 0").count(), 1);
+    assert_eq!(names(), "ab", "what can never fit takes nothing away");
+    keeper.room_on(&device, bytes).unwrap();
+    assert_eq!((names(), keeper.list().unwrap().evicted), ("b".to_owned(), 1));
+    let begun = Instant::now();
+    while let Err(error) = keep("c") {
+        assert!(begun.elapsed() < LONG, "{error}");
+    }
+    assert_eq!(names(), "bc");
+    drop(gpu);
+    fake.assert_clean("room");
+}
+
+#[test]
+fn a_gpu_that_is_full_of_kept_models_takes_another_one() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+    // Each process has a driver of its own, so that one fails as another one's models would have it.
+    sample(keeping.at("m.safetensors"), 3 << 20, 1);
+    let keep = |memory: &str| {
+        let mut command = keeping.command(&["keep", "m.safetensors", "-d", "cuda:0"]);
+        command.env("DMALANE_CUDA_LIB", fake.path()).env("FAKE_CUDA_MEMORY", memory);
+        String::from_utf8(command.output().unwrap().stderr).unwrap()
+    };
+    let says = keep("2097152");
+    assert!(says.contains("2097152 bytes are missing on GPU-") && says.contains("attached have 0"), "{says}");
+    assert_eq!(keep("268435456"), "");
+    let says = keep("2097152");
+    assert!(says.contains("has no room for it: 2097152 bytes are missing"), "after two seconds: {says}");
+    assert_eq!(keeping.json(&["kept", "--json"])["evicted"], 1);
+    fake.assert_clean("a full GPU");
 }
 
 #[test]

@@ -46,8 +46,9 @@ impl Registered {
             Some(_) => return Err(Error::Overlap { first, last: first + len - 1 }),
             None => {
                 let _current = context.current()?;
-                // 1: CU_MEMHOSTREGISTER_PORTABLE, pinned for all contexts.
-                call!(driver.host_register(first as *mut c_void, len, 1))?;
+                // CU_MEMHOSTREGISTER_PORTABLE, pinned for all contexts; and READ_ONLY, which some drivers refuse.
+                let flags = if buffer.is_read_only() { 1 | 8 } else { 1 };
+                call!(driver.host_register(first as *mut c_void, len, flags))?;
                 registered.insert(first, Registration { len, users: 1, context: context.clone() });
                 first
             }

@@ -24,7 +24,7 @@ const MIB: u64 = 1 << 20;
 const SMALL: &str = "soft,ddr=32MiB,hbm=32MiB";
 
 /// Runs `test` with a device of each kind that needs no hardware, and options for it.
-fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
+pub(crate) fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
     let (default, folder) = (OpenOptions::default(), tempfile::tempdir().unwrap());
     for how in ["", ",workers=one", ",workers=each", ",flat"] {
         test(&format!("{SMALL}{how}").parse().unwrap(), &default);

@@ -4,6 +4,7 @@ mod alloc_read;
 mod card_server;
 mod devices;
 mod errors;
+mod kept;
 mod manifest;
 mod path;
 mod peers;

@@ -29,7 +29,7 @@ pub(super) enum Claimed {
 impl State<'_, '_> {
     /// Takes the next chunk, makes it present and cuts it into reads. The worker has at most `depth` reads in flight.
     pub fn claim(&self, depth: usize, clocks: &mut Clocks) -> Claimed {
-        let claimed = self.supply.take(depth, clocks).and_then(|taken| match taken {
+        let claimed = self.supply.take(depth, self.device_is_full(), clocks).and_then(|taken| match taken {
             Taken::Chunk(chunk) => self.begin(chunk, clocks).map(Claimed::Reads),
             Taken::Later => Ok(Claimed::Later),
             Taken::Nothing => Ok(Claimed::Nothing),
@@ -48,6 +48,13 @@ impl State<'_, '_> {
     ) -> Result<Vec<Read>, Failed> {
         let (absent, place) = match memory {
             ChunkMemory::Slot(fragment) => return Ok(self.cut(fragment, extents)),
+            ChunkMemory::InPlace(fragment) => {
+                self.reading();
+                // The chunk is a part of the last of them.
+                let (extent, len) = (extents.last().map_or(0, |(extent, _)| *extent), fragment.slice.len());
+                self.filled(fragment, extent, len);
+                return Ok(Vec::new());
+            }
             ChunkMemory::Absent(absent, place) => (absent, place),
         };
         let offset = absent.offset();
@@ -109,7 +116,7 @@ impl State<'_, '_> {
             // Bytes that nobody reads are zero as soon as they are present.
             (Some(landing), Some(place)) if !extents.is_empty() => {
                 let (slice, landed) = clocks.time(Stage::Allocate, || landing.begin(place, absent, buffer))?;
-                let tag = Tag { buffer, offset, extent: None, slot: 0, via: None, landed: Some(landed) };
+                let tag = Tag { buffer, offset, extent: None, slot: None, via: None, landed: Some(landed) };
                 Ok(Fragment { tag, slice })
             }
             (_, place) => {
@@ -159,7 +166,7 @@ impl State<'_, '_> {
     fn present(&self, buffer: usize, slice: BufferSlice) -> Fragment {
         let (offset, len, reference) = (slice.offset(), slice.len() as u64, slice.reference());
         self.tell(Event::Allocated { buffer, offset: offset as u64, len, reference });
-        Fragment { tag: Tag { buffer, offset, extent: None, slot: 0, via: None, landed: None }, slice }
+        Fragment { tag: Tag { buffer, offset, extent: None, slot: None, via: None, landed: None }, slice }
     }
 
     /// The bytes before `to` belong to no extent: they are zero.

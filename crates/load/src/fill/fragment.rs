@@ -22,8 +22,8 @@ pub(super) struct Tag {
     pub offset: usize,
     /// The extent that they are of, if any.
     pub extent: Option<usize>,
-    /// The slot that the memory goes back to, of staging memory.
-    pub slot: usize,
+    /// The slot that the memory goes back to, of staging memory; none of memory that is the source's own.
+    pub slot: Option<usize>,
     /// The registration of the memory.
     pub via: Option<Registered>,
     /// The chunk that the bytes are still to be copied to.

@@ -87,7 +87,7 @@ impl State<'_, '_> {
         clocks
     }
 
-    fn device_is_full(&self) -> bool {
+    pub fn device_is_full(&self) -> bool {
         self.device.as_ref().is_some_and(DeviceSink::is_full)
     }
 

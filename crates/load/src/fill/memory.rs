@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dmalane_addr::{Access, FileOffset, PageSize};
-use dmalane_dma::{Absent, BufferSlice, Error, Heap, PageBacking, Registrar};
+use dmalane_dma::{Absent, BufferRef, BufferSlice, Error, Heap, PageBacking, Registrar};
 use dmalane_queue::Registered;
 
 use super::error::FillError;
@@ -64,7 +64,12 @@ pub struct Staging {
     pub(crate) limit: u64,
     /// Bytes of the buffers that are still to be made.
     len: u64,
+    /// By source: its memory, where the device reaches that. It needs no slots.
+    pub(crate) in_place: Vec<Option<InPlace>>,
 }
+
+/// The memory of a source, from its first byte on, and its registration with the device.
+pub(crate) struct InPlace(pub BufferSlice, pub Registered);
 
 /// A slice of a staging buffer.
 struct Slot {
@@ -82,7 +87,16 @@ struct Slot {
 impl Staging {
     /// No buffers yet; each will have at most `limit` bytes.
     pub fn new(heap: Arc<dyn Heap>, registrar: Arc<dyn Registrar>, limit: u64) -> Self {
-        Self { heap, registrar, slots: Vec::new(), buffers: 0, most: MORE_BUFFERS, limit, len: limit }
+        Self {
+            heap,
+            registrar,
+            slots: Vec::new(),
+            buffers: 0,
+            most: MORE_BUFFERS,
+            limit,
+            len: limit,
+            in_place: Vec::new(),
+        }
     }
 
     /// Prepares for files of which the largest has `largest` bytes.
@@ -179,18 +193,23 @@ impl Staging {
         }
     }
 
+    /// The bytes of a source from `at` on, about as many as a slot has, where the device reaches its memory.
+    pub(crate) fn in_place(&self, source: usize, at: u64, len: u64) -> Option<(BufferSlice, Registered)> {
+        let InPlace(memory, via) = self.in_place.get(source)?.as_ref()?;
+        let at = usize::try_from(at).ok()?;
+        let slice = memory.duplicate(at..at.checked_add(len.min(self.slot()) as usize)?).ok()?;
+        Some((slice, via.clone()))
+    }
+
     /// Makes a buffer, cut into slots of about equal length.
     fn add(&mut self, clocks: &mut Clocks) -> Result<(), Error> {
         let len = usize::try_from(self.len).map_err(|_| Error::BadLength(usize::MAX))?;
         let buf = clocks.time(Stage::Allocate, || self.heap.allocate(len))?.share();
         let len = buf.len() as u64;
-        let pinned = clocks.time(Stage::Register, || self.registrar.pin(&buf.reference()))?;
-        let mapping = clocks.time(Stage::Map, || self.registrar.map(pinned, Access::READ))?;
-        for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
-            clocks.bytes(stage, len);
-        }
+        clocks.bytes(Stage::Allocate, len);
+        let via = register(&*self.registrar, &buf.reference(), clocks)?;
         self.buffers += 1;
-        let (via, backing) = (Registered::from_mapping(mapping), buf.backing().clone());
+        let backing = buf.backing().clone();
         // Whole pages, so that direct I/O finds every slot aligned.
         let step = PageSize::SIZE_4K.round_up(len / len.div_ceil(SLOT)).unwrap_or(len) as usize;
         let mut rest = buf.into_slice();
@@ -202,6 +221,16 @@ impl Staging {
         }
         Ok(())
     }
+}
+
+/// Registers a buffer, of which a device only reads.
+pub(crate) fn register(bus: &dyn Registrar, buffer: &BufferRef, clocks: &mut Clocks) -> Result<Registered, Error> {
+    let pinned = clocks.time(Stage::Register, || bus.pin(buffer))?;
+    let mapping = clocks.time(Stage::Map, || bus.map(pinned, Access::READ))?;
+    for stage in [Stage::Register, Stage::Map] {
+        clocks.bytes(stage, buffer.len() as u64);
+    }
+    Ok(Registered::from_mapping(mapping))
 }
 
 /// Makes sure that there are so many bytes of memory for `what`.

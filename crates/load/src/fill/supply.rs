@@ -3,7 +3,8 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use dmalane_dma::{Absent, PageKind, Reserved, lock};
+use dmalane_dma::{Absent, BufferSlice, PageKind, Reserved, lock};
+use dmalane_queue::Registered;
 
 use super::error::{Failed, FillError};
 use super::fragment::{Fragment, Tag};
@@ -77,6 +78,8 @@ pub(super) enum ChunkMemory {
     /// Memory that is not present, and where reads into it land.
     Absent(Absent, Option<Place>),
     Slot(Fragment),
+    /// The memory of the source itself, with its bytes.
+    InPlace(Fragment),
 }
 
 /// Reads that have arrived in staging memory and wait to be sent on, at most.
@@ -155,8 +158,9 @@ impl<'a> Supply<'a> {
         self.fresh[buffer]
     }
 
-    /// Takes the next chunk. The worker has at most `depth` reads in flight.
-    pub fn take(&self, depth: usize, clocks: &mut Clocks) -> Result<Taken<'_>, Failed> {
+    /// Takes the next chunk. The worker has at most `depth` reads in flight. Bytes that need no read are taken when the
+    /// device is not `full`, so that they count as read when it is their turn.
+    pub fn take(&self, depth: usize, full: bool, clocks: &mut Clocks) -> Result<Taken<'_>, Failed> {
         let mut rest = lock(&self.rest);
         let Rest { pages, buffer: next, extent, first } = &mut *rest;
         let (buffer, memory, end) = loop {
@@ -184,11 +188,21 @@ impl<'a> Supply<'a> {
                 Pages::Staging(..) if self.unsent.load(Ordering::Relaxed) >= depth + depth.min(AHEAD) => {
                     return Ok(Taken::Later);
                 }
+                Pages::Staging(staging, at)
+                    if let Some((slice, via)) = self.in_place(buffer, *extent, *at, staging) =>
+                {
+                    if full {
+                        return Ok(Taken::Later);
+                    }
+                    let tag = Tag { buffer, offset: *at, extent: None, slot: None, via: Some(via), landed: None };
+                    *at += slice.len();
+                    Some((*at, ChunkMemory::InPlace(Fragment { tag, slice })))
+                }
                 Pages::Staging(staging, at) => {
                     let taken = staging.take(*len - *at as u64, clocks);
                     let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
                     let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Taken::Later) };
-                    let tag = Tag { buffer, offset: *at, extent: None, slot, via: Some(via), landed: None };
+                    let tag = Tag { buffer, offset: *at, extent: None, slot: Some(slot), via: Some(via), landed: None };
                     *at += slice.len();
                     Some((*at, ChunkMemory::Slot(Fragment { tag, slice })))
                 }
@@ -207,6 +221,20 @@ impl<'a> Supply<'a> {
         Ok(Taken::Chunk(Chunk { buffer, end, extents, memory }))
     }
 
+    /// The memory from `at` on in a buffer, where it is that of the source of its next extent.
+    fn in_place(
+        &self,
+        buffer: usize,
+        extent: usize,
+        at: usize,
+        staging: &Staging,
+    ) -> Option<(BufferSlice, Registered)> {
+        let at = at as u64;
+        let (_, e) = self.plan[buffer][extent..].iter().find(|(_, e)| e.to + e.len > at)?;
+        let within = at.checked_sub(e.to)?;
+        staging.in_place(e.source, e.at.bits() + within, e.len - within)
+    }
+
     /// Takes the right to a landing place back that was not used.
     pub fn give_back(&self, place: Option<Place>) {
         if let (Some(landing), Some(place)) = (&self.landing, place) {
@@ -219,7 +247,9 @@ impl<'a> Supply<'a> {
         if !self.stays
             && let Pages::Staging(staging, _) = &mut lock(&self.rest).pages
         {
-            staging.put_back(fragment.tag.slot, fragment.slice);
+            if let Some(slot) = fragment.tag.slot {
+                staging.put_back(slot, fragment.slice);
+            }
             return None;
         }
         Some(fragment)

@@ -9,6 +9,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
 use super::error::KeepError;
+use super::times::KeptTimes;
 
 /// The version of the JSON.
 pub(super) const SCHEMA: u64 = 1;
@@ -36,6 +37,9 @@ pub struct KeptModel {
     /// The device in whose memory it is; `None` for host memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
+    /// How long it took to be kept.
+    #[serde(default)]
+    pub took: KeptTimes,
     /// Its files, each in a memfd or in memory of a device of its own.
     pub files: Vec<KeptEntry>,
 }

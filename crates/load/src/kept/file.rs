@@ -1,14 +1,18 @@
 //! A file of a kept model.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 
-use dmalane_dma::SharedBuf;
+use dmalane_dma::{BufferSlice, Registrar, SharedBuf, lock};
 use dmalane_file::FileHandle;
+use dmalane_queue::Registered;
 
 use super::error::KeepError;
+use crate::clock::Clocks;
+use crate::fill::{InPlace, register};
 use crate::model::Block;
 
 /// A file in memory that nobody can change: its bytes, from the first byte of the memory on.
@@ -18,6 +22,15 @@ pub struct KeptFile {
     /// The memory.
     pub block: Arc<Block>,
     pub(crate) handle: FileHandle,
+    on_devices: Mutex<OnDevices>,
+}
+
+/// The memory of a file as devices read it, and its registrations by the device's number: none where that device cannot
+/// register it.
+#[derive(Default)]
+struct OnDevices {
+    memory: Option<BufferSlice>,
+    registered: BTreeMap<u64, Option<Registered>>,
 }
 
 impl KeptFile {
@@ -33,7 +46,54 @@ impl KeptFile {
             return Err(bad(format!("it has {} bytes, and not {len}", buf.len())));
         }
         let handle = FileHandle::new(File::from(fd), path);
-        Ok(Self { len, block: Block::kept(buf), handle })
+        Ok(Self { len, block: Block::kept(buf), handle, on_devices: Mutex::default() })
+    }
+}
+
+/// The kept files that are registered with a device: until it is gone, or they are.
+pub(crate) struct RegisteredFiles {
+    device: u64,
+    files: Vec<Weak<KeptFile>>,
+}
+
+impl RegisteredFiles {
+    /// None yet, of the device of this number.
+    pub(crate) fn of(device: u64) -> Self {
+        Self { device, files: Vec::new() }
+    }
+
+    /// The memory of a file, which the device reads where it is; `None` where it cannot, or where it is not registered
+    /// and `add` is false.
+    pub(crate) fn memory(
+        &mut self,
+        file: &Arc<KeptFile>,
+        add: bool,
+        bus: &dyn Registrar,
+        clocks: &mut Clocks,
+    ) -> Option<InPlace> {
+        let on_devices = &mut *lock(&file.on_devices);
+        if !add && !on_devices.registered.contains_key(&self.device) {
+            return None;
+        }
+        if on_devices.memory.is_none() {
+            let sealed = SharedBuf::import_read_only(file.handle.file().ok()?.as_fd()).ok()?;
+            on_devices.memory = Some(sealed.into_slice());
+        }
+        let memory = on_devices.memory.as_ref()?;
+        let registered = on_devices.registered.entry(self.device).or_insert_with(|| {
+            self.files.retain(|file| file.strong_count() > 0);
+            self.files.push(Arc::downgrade(file));
+            register(bus, &memory.reference(), clocks).ok()
+        });
+        Some(InPlace(memory.duplicate(0..memory.len()).ok()?, registered.clone()?))
+    }
+}
+
+impl Drop for RegisteredFiles {
+    fn drop(&mut self) {
+        for file in self.files.iter().filter_map(Weak::upgrade) {
+            lock(&file.on_devices).registered.remove(&self.device);
+        }
     }
 }
 

@@ -5,8 +5,9 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
-use dmalane_addr::Span;
+use dmalane_addr::{PageSize, Span};
 use dmalane_device::Placement;
 use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
@@ -15,6 +16,7 @@ use rustix::fs::FlockOperation;
 use super::client::{Attached, KeeperClient, socket_path};
 use super::describe::{KeptEntry, KeptModel, KeptPlaces, NOT_SHARED, SCHEMA, Stamp, check_name, sealed_text};
 use super::error::KeepError;
+use super::times::{KeptTimes, micros};
 use super::wire::KeepRefusal;
 use crate::device::{Loaded, OpenDevice};
 use crate::difference::Difference;
@@ -102,7 +104,8 @@ pub fn keep<P: AsRef<Path>>(
 /// hashes of the files once it is there.
 ///
 /// # Errors
-/// [`Error`]; [`Error::Kept`] where the device cannot lend its memory, and for models that are to be shared.
+/// [`Error`]; [`Error::Kept`] where the device cannot lend its memory, where that is full
+/// ([`KeepError::DeviceFull`]), and for models that are to be shared.
 pub fn keep_on<P: AsRef<Path>>(
     device: &mut OpenDevice,
     paths: impl IntoIterator<Item = P>,
@@ -236,10 +239,12 @@ fn keep_files(
     let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
     regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
     let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
-    let Memory { device, fds: memory, places } = match device {
+    let begun = Instant::now();
+    let Memory { device, fds: memory, places, mut took } = match device {
         None => into_memory(files, options.mode, regions, &mut manifest, watch)?,
         Some(device) => onto_device(device, files, options.mode, regions, &mut manifest, watch)?,
     };
+    took.all = micros(begun.elapsed());
     for (file, before) in files.iter().zip(&before) {
         let now = stamp(file)?;
         if now != *before {
@@ -258,7 +263,7 @@ fn keep_files(
         placed,
     };
     let files = files.iter().zip(before).zip(&lens).zip(places).map(entry).collect();
-    let model = KeptModel { schema: SCHEMA, name, id: manifest.id(), shared: options.shared, device, files };
+    let model = KeptModel { schema: SCHEMA, name, id: manifest.id(), shared: options.shared, device, took, files };
     let text = serde_json::to_vec(&model).map_err(|e| system("describe it")(e.into()))?;
     let mut fds = Vec::new();
     for text in [&text[..], manifest.to_json().as_bytes()] {
@@ -269,11 +274,12 @@ fn keep_files(
     Ok(model)
 }
 
-/// Memory of files: of which device, its descriptors, and where the tensors of each file are in it.
+/// Memory of files: of which device, its descriptors, where the tensors of each file are in it, and what it took.
 struct Memory {
     device: Option<String>,
     fds: Vec<OwnedFd>,
     places: Vec<Option<KeptPlaces>>,
+    took: KeptTimes,
 }
 
 /// Reads files into sealed memory of the host, with the hashes of their regions.
@@ -288,11 +294,12 @@ fn into_memory(
     options.fill.hash_regions = Some(Arc::new(regions));
     let sources = files.iter().map(OpenFile::again).collect();
     let read = Read::sources(sources).options(options).watch(watch).into_memory(&MemfdHeap::importable(None))?;
+    let took = KeptTimes::of(&read.filled.report.stages);
     manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
     let sealed = read.filled.buffers.into_iter().map(|buffer| buffer.into_shared().seal());
     let fds =
         sealed.collect::<Result<_, _>>().map_err(|source| KeepError::System { what: "seal its memory", source })?;
-    Ok(Memory { device: None, fds, places: vec![None; files.len()] })
+    Ok(Memory { device: None, fds, places: vec![None; files.len()], took })
 }
 
 /// Loads files into memory of a device that is lent, with the hashes of their regions, and compares what is there with
@@ -325,12 +332,25 @@ fn onto_device(
     let loaded = device.load(&mut inputs, &Placement::Default, &mut progress);
     lending.allow(false);
     (device.stop, device.options.fill.hash_regions) = (stopped_before, hashed_before);
-    let loaded = loaded?;
+    let loaded = loaded.map_err(|error| match error {
+        Error::DeviceMemory { .. } => full(device, lending.device(), files, error),
+        other => other,
+    })?;
     manifest.set_digests(loaded.files.iter().map(|file| &*file.digests));
     let memory = lend(device, &loaded, manifest);
     // What was lent lives on; the device unmaps it here.
     device.unload(loaded)?;
     memory
+}
+
+/// The error of a device that has no room for files, with what is missing.
+fn full(device: &mut OpenDevice, name: &str, files: &[OpenFile], error: Error) -> Error {
+    let granule = device.regions().first().map_or(PageSize::SIZE_4K, |region| region.granule);
+    let models = files.iter().filter_map(|file| file.model().ok());
+    let wanted = models.filter_map(|model| granule.round_up(device.layout(model)?.bo_len));
+    let wanted = wanted.fold(0, u64::saturating_add);
+    let missing = wanted.saturating_sub(device.memory().free_bytes()).max(1);
+    KeepError::DeviceFull { device: name.to_owned(), missing, source: Box::new(error) }.into()
 }
 
 /// Lends the memory of files that have the right bytes.
@@ -340,7 +360,9 @@ fn lend(device: &mut OpenDevice, loaded: &Loaded, manifest: &Manifest) -> Result
         return Err(KeepError::Bad { what, why }.into());
     }
     let lending = device.lending().map_err(cannot_lend)?;
-    let mut memory = Memory { device: Some(lending.device().to_owned()), fds: Vec::new(), places: Vec::new() };
+    let took = KeptTimes::of(&loaded.report.stages);
+    let name = lending.device().to_owned();
+    let mut memory = Memory { device: Some(name), fds: Vec::new(), places: Vec::new(), took };
     for file in &loaded.files {
         let segments = file.bo.iter().flat_map(|bo| bo.sg().segments());
         let spans: Vec<_> = segments.filter_map(|segment| Span::new(segment.addr, segment.len)).collect();
@@ -365,18 +387,19 @@ fn cannot_lend(source: Box<dyn std::error::Error + Send + Sync>) -> KeepError {
 /// # Errors
 /// [`Error::Differs`]; [`Error::Kept`] where it is no kept model.
 pub fn check(fds: Vec<OwnedFd>) -> Result<(), Error> {
-    Attached::new(fds)?.check()
+    Attached::new(fds)?.check(&mut |_| ControlFlow::Continue(()))
 }
 
 impl Attached {
-    /// Compares its bytes with its manifest, and that with its hash.
+    /// Compares its bytes with its manifest, and that with its hash. `progress` is called with the number of bytes
+    /// since the last call, and can end it.
     ///
     /// # Errors
-    /// As of [`check`].
-    pub fn check(&self) -> Result<(), Error> {
+    /// As of [`check`]; [`FillError::Cancelled`].
+    pub fn check(&self, progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send)) -> Result<(), Error> {
         let open = |file: &SetFile| OpenFile::of(file)?.into_input(FileOptions::default());
         let mut inputs = self.files().iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        refuse(self.manifest()?.verify(&mut inputs, true, &mut |_| ControlFlow::Continue(()))?)
+        refuse(self.manifest()?.verify(&mut inputs, true, progress)?)
     }
 }
 

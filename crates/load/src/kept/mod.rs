@@ -19,10 +19,13 @@ mod error;
 mod file;
 mod keep;
 mod on_device;
+mod times;
 pub mod wire;
 
 pub use client::{Attached, KeeperClient, attach, name_in, socket_path};
 pub use describe::{KeptEntry, KeptModel, KeptPlaces, Stamp, check_name, read_text, sealed_text};
 pub use error::KeepError;
 pub use file::KeptFile;
+pub(crate) use file::RegisteredFiles;
 pub use keep::{KeepOptions, attach_or_keep, check, keep, keep_on};
+pub use times::KeptTimes;

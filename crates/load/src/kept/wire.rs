@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::times::KeptTimes;
+
 /// The version of the protocol.
 pub const VERSION: u32 = 1;
 /// The longest message.
@@ -36,6 +38,13 @@ pub enum KeeperAsk {
     /// Makes room for a model, which stays this connection's until it is kept or the connection ends.
     Room {
         /// Bytes of its files.
+        bytes: u64,
+    },
+    /// Has models in memory of a device make room there: at least so many bytes, which are free soon after.
+    DeviceRoom {
+        /// The device.
+        device: String,
+        /// Bytes of it.
         bytes: u64,
     },
     /// Keeps a model, whose descriptors come with this message, and the ones after it while there are `more`.
@@ -109,6 +118,9 @@ pub struct KeptList {
     pub misses: u64,
     /// Models that made room for others.
     pub evicted: u64,
+    /// How long models took to be kept.
+    #[serde(default)]
+    pub took: KeptTimes,
 }
 
 /// A model that is kept.

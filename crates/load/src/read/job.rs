@@ -88,7 +88,7 @@ pub(crate) fn read(
             fill(Sink::Memory(BufferMemory { heap, cached, direct }), job, &mut queues, &options.fill, watch)
         }
         ReadTo::Device(device, targets, limit) => {
-            device.fill_staged((targets, limit), job, &mut queues, &options.fill, watch)
+            device.fill_staged((targets, limit), sources, job, &mut queues, &options.fill, watch)
         }
     };
     let filled = filled.map_err(|error| match error {
