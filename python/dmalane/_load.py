@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from bisect import bisect
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, overload
 
 from ._arguments import Manifest, Path, Paths, Progress, manifest_of, parse_size, path_of, paths_of, watched
@@ -13,7 +14,7 @@ from ._last import remember
 from ._lend import safe_open
 from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
-from ._onto import Gpu, Pinned
+from ._onto import Gpu, Pinned, Range
 from .errors import KeptError, UnknownTensorError
 
 
@@ -218,8 +219,25 @@ def _read_there(files: Files, targets: dict[str, Any]) -> set[str]:
             by_device.setdefault(target.device, {})[name] = target
     by_gpu = {gpu: there for device, there in by_device.items() if (gpu := Gpu.of(device)) is not None}
     for gpu, there in by_gpu.items():
-        gpu.read_to(files, there)
+        for apart in rounds({name: there[name] for name in files.keys() if name in there}):
+            gpu.read_to(files, apart)
     return {name for there in by_gpu.values() for name in there}
+
+
+def rounds(targets: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Splits them where one shares memory with one in front of it: what is read last stays, as it does on the host."""
+    now: dict[str, Any] = {}
+    taken: list[Range] = []
+    for name, target in targets.items():
+        start, stop = target.data_ptr(), target.data_ptr() + target.nbytes
+        at = bisect(taken, (start, stop))
+        if (at and taken[at - 1][1] > start) or (at < len(taken) and taken[at][0] < stop):
+            yield now
+            now, taken, at = {}, [], 0
+        now[name] = target
+        taken.insert(at, (start, stop))
+    if now:
+        yield now
 
 
 def _copy(target: Any, tensor: Tensor) -> None:

@@ -11,6 +11,7 @@ import time
 import dmalane
 import numpy as np
 import pytest
+from dmalane._load import rounds
 from dmalane._onto import Gpu, Pinned
 from package.models import write_model
 from package.torch_on_fake import OnFake, OnOther, of_numpy
@@ -165,6 +166,16 @@ def test_slices_are_those_of_the_whole(gpu, tmp_path):
                 assert raw(prefetched.take(name)) == (whole if part is None else whole[part]).tobytes()
 
 
+def as_of_gpu(gpu, tensors):
+    """The same memory, as tensors that say which device has it."""
+
+    class OnGpu(gpu.torch.Tensor):
+        device = gpu.torch.device("cuda", 0)
+
+    return {name: np.ndarray.view(tensor, OnGpu) if isinstance(tensor, np.ndarray) else tensor.as_subclass(OnGpu)
+            for name, tensor in tensors.items()}  # fmt: skip
+
+
 def test_memory_that_exists_is_read_into(gpu, shards):
     paths, tensors = shards
     targets = {}
@@ -174,11 +185,7 @@ def test_memory_that_exists_is_read_into(gpu, shards):
         targets[name] = gpu.torch.empty(shape, dtype=dtype, device="cuda:0")
     allocated = len(gpu.adopted) + 1
 
-    class OnGpu(gpu.torch.Tensor):
-        device = gpu.torch.device("cuda", 0)
-
-    kinds = {name: np.ndarray.view(tensor, OnGpu) if isinstance(tensor, np.ndarray) else tensor.as_subclass(OnGpu)
-             for name, tensor in targets.items()}  # fmt: skip
+    kinds = as_of_gpu(gpu, targets)
     versions = [getattr(tensor, "_version", None) for tensor in targets.values()]
     dmalane.load_into(kinds, paths)
     changed = [getattr(tensor, "_version", None) for tensor in targets.values()]
@@ -186,6 +193,20 @@ def test_memory_that_exists_is_read_into(gpu, shards):
     assert dmalane.last_report()["bytes"] >= gpu.copied()
     assert {name: raw(tensor) for name, tensor in targets.items()} == tensors
     assert len(gpu.adopted) == allocated and gpu.copied() == sum(map(len, tensors.values()))
+
+
+def test_of_targets_that_share_memory_the_last_one_stays(gpu, tmp_path):
+    chance = random.Random(11)
+    bytes_of = {name: chance.randbytes(4096) for name in ("a", "b", "c", "d")}
+    path = write_model(tmp_path / "m.safetensors", {name: ("U8", [4096], data) for name, data in bytes_of.items()})
+    memory = gpu.torch.empty([10240], dtype=gpu.torch.uint8, device="cuda:0")
+    # Each of b and c begins in the middle of the one in front of it; d is apart.
+    targets = {name: memory[at : at + 4096] for name, at in {"a": 0, "b": 2048, "c": 4096}.items()}
+    targets["d"] = gpu.torch.empty([4096], dtype=gpu.torch.uint8, device="cuda:0")
+    assert [list(together) for together in rounds(targets)] == [["a"], ["b"], ["c", "d"]]
+    dmalane.load_into(as_of_gpu(gpu, targets), path)
+    assert raw(memory)[:8192] == bytes_of["a"][:2048] + bytes_of["b"][:2048] + bytes_of["c"]
+    assert raw(targets["d"]) == bytes_of["d"]
 
 
 def test_damage_is_found_and_the_device_goes_on(gpu, shards):
