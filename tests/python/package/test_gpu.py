@@ -7,13 +7,15 @@ import os
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import dmalane
 import numpy as np
 import pytest
 from dmalane._load import rounds
-from dmalane._onto import Gpu, Pinned
-from package.models import write_model
+from dmalane._onto import BATCH, Gpu, Pinned
+from dmalane.plan import Only, Shard
+from package.models import sparse_shards, write_model
 from package.torch_on_fake import OnFake, OnOther, of_numpy
 
 
@@ -105,6 +107,25 @@ def ways(paths):
     }
 
 
+@contextmanager
+def alone(gpu, store):
+    """The module of plans in a group of one rank; skips where there are no groups."""
+    distributed = pytest.importorskip("torch.distributed", reason="PyTorch is not installed")
+    if isinstance(gpu.torch.empty(1, dtype=gpu.torch.uint8), np.ndarray):
+        pytest.skip("the small PyTorch has no groups")
+    from dmalane import plan
+
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    # Its own tensors are the group's, which has host memory here.
+    tensor = gpu.torch.tensor
+    gpu.torch.tensor = lambda data, device=None, **options: tensor(data, **options)
+    try:
+        yield plan
+    finally:
+        gpu.torch.tensor = tensor
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("way", ways([]))
 def test_nothing_is_copied_from_memory_that_is_not_registered(gpu, shards, way):
     paths, tensors = shards
@@ -112,6 +133,7 @@ def test_nothing_is_copied_from_memory_that_is_not_registered(gpu, shards, way):
     ours = ways(paths)[way](list(tensors))
     assert {name: raw(tensor) for name, tensor in ours.items()} == tensors
     assert gpu.copied() == sum(map(len, tensors.values())), "each byte went over once"
+    assert gpu.counts()["bytes from memory that is not registered"] == 0
     # However many files are opened one after the other: the GPU stays open for a while.
     assert gpu.calls("cuMemHostRegister_v2") - before <= REGISTERED
     Gpu.let_go()
@@ -120,6 +142,58 @@ def test_nothing_is_copied_from_memory_that_is_not_registered(gpu, shards, way):
         assert gpu.waits == 1, "one wait for PyTorch's stream"
     # And one to ask whether the driver lends such memory.
     assert len(gpu.adopted) == len(tensors) + 1, "each tensor has memory of its own"
+
+
+def every_buffer(gpu, folder):
+    """Opens the GPU, and has all staging buffers made: while the GPU does nothing, reads go on as long as there are
+    some."""
+    gpu.driver.control("hold 1")
+    before, until = gpu.counts()["registrations"], time.monotonic() + 60
+    reading = threading.Thread(target=dmalane.load_file, args=(sparse_shards(folder, 256 << 20, 5), "pt", "cuda"))
+    reading.start()
+    while gpu.counts()["registrations"] < before + REGISTERED and time.monotonic() < until:
+        time.sleep(0.01)
+    gpu.driver.control("hold 0")
+    reading.join()
+
+
+@pytest.mark.parametrize("way", [*ways([]), "load_into", "plan="])
+def test_what_is_done_does_not_grow_with_the_bytes_or_the_tensors(gpu, tmp_path, monkeypatch, way):
+    """Of 64 MiB in 100 tensors and of 1 GiB in 10 000. The driver keeps no contents, so the size costs no memory.
+
+    PyTorch allocates each tensor. Its stream is waited for once for each batch of tensors, of 256 MiB: what was there
+    before may still be in use. Who asks for tensors one by one has one wait for each.
+    """
+    monkeypatch.setattr("dmalane._onto._IDLE", 600.0)
+    gpu.driver.control("idle 1")
+    gpu.driver.control("delay 0")
+    every_buffer(gpu, tmp_path)
+    for size, count in ((64 << 20, 100), (1 << 30, 100 if way in ("get_tensor", "get_slice") else 10_000)):
+        paths = sparse_shards(tmp_path, size, count)
+        names = [f"layer.{shard}.{n}" for shard in range(5) for n in range(count // 5)]
+        there = {}
+        if way == "load_into":
+            there = {name: gpu.torch.empty([size // count], dtype=gpu.torch.uint8, device="cuda:0") for name in names}
+        before = gpu.counts()
+        if way == "load_into":
+            dmalane.load_into(as_of_gpu(gpu, there), paths)
+        elif way == "plan=":
+            with alone(gpu, tmp_path / f"store-{size}") as plan:
+                assert len(dict(plan.tensors(paths, {}, device="cuda:0"))) == count
+        else:
+            assert len(ways(paths)[way](names)) == count
+        done = {name: n - before[name] for name, n in gpu.counts().items()}
+        batches = -(-size // BATCH)
+        waits = {"drop-in load_file": len(paths), "get_tensor": count, "get_slice": count, "load_into": 1}
+        assert done == {
+            "registrations": 0,
+            "allocations": 0,
+            "synchronisations": 0,
+            "bytes from memory that is not registered": 0,
+            "bytes that were copied": size // count * count,
+            "tensors that PyTorch allocated": 0 if way == "load_into" else batches if way == "plan=" else count,
+            "waits for PyTorch's stream": waits.get(way, batches),
+        }
 
 
 def test_loads_onto_a_device_register_once(gpu, shards):
@@ -166,12 +240,15 @@ def test_slices_are_those_of_the_whole(gpu, tmp_path):
                 assert raw(prefetched.take(name)) == (whole if part is None else whole[part]).tobytes()
 
 
-def as_of_gpu(gpu, tensors):
+def as_of_gpu(gpu, tensors, kind="cuda"):
     """The same memory, as tensors that say which device has it."""
 
     class OnGpu(gpu.torch.Tensor):
-        device = gpu.torch.device("cuda", 0)
+        device = gpu.torch.device(kind, 0)
 
+    if hasattr(gpu.torch, "_C"):
+        # What is made of them is not of this class, and functions are called once.
+        OnGpu.__torch_function__ = gpu.torch._C._disabled_torch_function_impl
     return {name: np.ndarray.view(tensor, OnGpu) if isinstance(tensor, np.ndarray) else tensor.as_subclass(OnGpu)
             for name, tensor in tensors.items()}  # fmt: skip
 
@@ -379,51 +456,40 @@ def test_wide_slices_are_cut_in_pieces(gpu, tmp_path, monkeypatch):
 
 
 def test_a_plan_reads_onto_the_gpu(gpu, shards, tmp_path, monkeypatch):
-    torch = gpu.torch
-    distributed = pytest.importorskip("torch.distributed", reason="PyTorch is not installed")
-    if isinstance(torch.empty(1, dtype=torch.uint8), np.ndarray):
-        pytest.skip("the small PyTorch has no groups")
-    from dmalane import plan
-
-    # Its own tensors are the group's, which has host memory here.
-    tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda data, device=None, **options: tensor(data, **options))
     paths, tensors = shards
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        rules = {"*.big": plan.Shard(0), "*.w.*": plan.Only(0)}
+    rules = {"*.big": Shard(0), "*.w.*": Only(0)}
+    with alone(gpu, tmp_path / "store") as plan:
         read = dict(plan.tensors(paths, rules, device="cuda:0"))
         assert {name: raw(tensor) for name, tensor in read.items()} == tensors
         assert gpu.copied() >= sum(map(len, tensors.values()))
         # A rank that cannot allocate says so to the others first.
         gpu.failing = set(range(len(gpu.adopted), len(gpu.adopted) + 1000))
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(gpu.torch.OutOfMemoryError):
             dict(plan.tensors(paths, rules, device="cuda:0"))
         monkeypatch.setattr(Gpu, "of", lambda device: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             dict(plan.tensors(paths, rules, device="cuda:0"))
-    finally:
-        distributed.destroy_process_group()
 
 
-@pytest.fixture(params=["small PyTorch", "PyTorch"])
+@pytest.fixture(params=[(torch, kind) for torch in ("small PyTorch", "PyTorch") for kind in ("xpu", "cuda")])
 def other(request, monkeypatch):
-    if request.param == "PyTorch":
+    """XPU, and ROCm, which PyTorch calls "cuda"."""
+    if request.param[0] == "PyTorch":
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     else:
         torch = of_numpy()
     monkeypatch.setattr(Pinned, "_open", {})
     monkeypatch.setattr("dmalane._onto._PINNED", 1 << 20)
-    return OnOther(torch, monkeypatch)
+    return OnOther(torch, monkeypatch, request.param[1])
 
 
 def test_other_devices_get_bytes_from_memory_that_is_pinned_once(other, shards):
     paths, tensors = shards
-    with dmalane.safe_open(paths, framework="pt", device="xpu") as f:
+    with dmalane.safe_open(paths, framework="pt", device=other.kind) as f:
         for read in (f.get_tensors(), {name: f.get_tensor(name) for name in f}, dict(f.prefetch())):
             assert {name: raw(tensor) for name, tensor in read.items()} == tensors
         assert raw(f.get_slice("layer.1.big")[3:7]) == tensors["layer.1.big"][6000:14000]
-    loaded = dmalane.load_file(paths, "pt", "xpu:0")
+    loaded = dmalane.load_file(paths, "pt", f"{other.kind}:0")
     assert {name: raw(tensor) for name, tensor in loaded.items()} == tensors
     # Of each device two buffers, and no byte from elsewhere.
     assert len(other.pinned) == 4 and other.bytes == {True: 4 * sum(map(len, tensors.values())) + 8000, False: 0}
@@ -439,7 +505,7 @@ def test_a_device_that_pins_nothing_is_said_once(other, shards, monkeypatch):
         return empty(shape, **options)
 
     monkeypatch.setattr(other.torch, "empty", refuses)
-    with pytest.warns(RuntimeWarning, match="xpu.*not pinned.*no pinned memory here") as said:
+    with pytest.warns(RuntimeWarning, match=f"{other.kind}.*not pinned.*no pinned memory here") as said:
         for _ in range(2):
-            loaded = dmalane.load_file(paths, "pt", "xpu")
+            loaded = dmalane.load_file(paths, "pt", other.kind)
     assert {name: raw(tensor) for name, tensor in loaded.items()} == tensors and len(said) == 1
