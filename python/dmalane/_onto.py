@@ -358,8 +358,10 @@ class OnGpu:
         """Reads a range of each dimension; the result has the shape `shape`."""
         return self.begin(name, ranges, shape).now()
 
-    def tensors(self, wanted: Wanted | None, threads: int | None = None) -> Generator[tuple[str, Any]]:
-        """All, or those that are wanted, read ahead, in the order of their bytes."""
+    def tensors(
+        self, wanted: Wanted | None, threads: int | None = None, most: int | None = None
+    ) -> Generator[tuple[str, Any]]:
+        """All, or those that are wanted, read ahead, in the order of their bytes; so many bytes together at most."""
         files, gpu = self._files.apart(threads), self._gpu
 
         def begin(pool: ThreadPoolExecutor, batch: _Batch | tuple[str, Part]) -> Future[_Come]:
@@ -375,7 +377,7 @@ class OnGpu:
 
             return pool.submit(read)
 
-        return self._each(ahead(files, _batches(files, _in_order(files, wanted), BATCH), begin))
+        return self._each(ahead(files, _batches(files, _in_order(files, wanted), min(most or BATCH, BATCH)), begin))
 
     def _each(self, batches: Iterator[tuple[Any, _Come]]) -> Generator[tuple[str, Any]]:
         for _, come in batches:

@@ -286,6 +286,44 @@ def test_of_targets_that_share_memory_the_last_one_stays(gpu, tmp_path):
     assert raw(targets["d"]) == bytes_of["d"]
 
 
+def matrices(folder):
+    """A model of three matrices: its path, and the bytes of each."""
+    chance = random.Random(3)
+    kinds = {"a": "F32", "b": "F8_E4M3", "c": "BF16"}
+    tensors = {name: (kind, [40, 30], chance.randbytes(1200 * {"F32": 4, "F8_E4M3": 1, "BF16": 2}[kind]))
+               for name, kind in kinds.items()}  # fmt: skip
+    return write_model(folder / "m.safetensors", tensors), {name: data for name, (_, _, data) in tensors.items()}
+
+
+def transposed(torch, name, device):
+    """A matrix of `matrices` whose columns follow each other in memory."""
+    dtype = {"a": torch.float32, "b": torch.float8_e4m3fn, "c": torch.bfloat16}[name]
+    whole = torch.empty([30, 40], dtype=dtype, device=device)
+    return whole.T if isinstance(whole, np.ndarray) else whole.t()
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_what_cannot_be_read_into_at_once_goes_through_memory_of_the_gpu(gpu, tmp_path, verified):
+    path, tensors = matrices(tmp_path)
+    targets = {name: transposed(gpu.torch, name, "cuda:0") for name in tensors}
+    plain = gpu.torch.empty([40, 30], dtype=gpu.torch.float32, device="cuda:0")
+    manifest = dmalane.manifest(path) if verified else None
+    for there in (targets, {**targets, "a": plain}):
+        copied = gpu.copied()
+        dmalane.load_into(as_of_gpu(gpu, there), path, verify=manifest)
+        assert {name: raw(tensor) for name, tensor in there.items()} == tensors
+        assert gpu.counts()["bytes from memory that is not registered"] == 0
+        assert gpu.copied() - copied == sum(map(len, tensors.values()))
+    if verified:
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([tensors["c"][-1] ^ 1]))
+        targets["c"][...] = 0
+        with pytest.raises(dmalane.IntegrityError) as error:
+            dmalane.load_into(as_of_gpu(gpu, targets), path, verify=manifest)
+        assert error.value.tensor == "c" and not any(raw(targets["c"])), "nothing is written that differs"
+
+
 def test_damage_is_found_and_the_device_goes_on(gpu, shards):
     paths, tensors = shards
     manifest = dmalane.manifest(paths)
@@ -493,6 +531,16 @@ def test_other_devices_get_bytes_from_memory_that_is_pinned_once(other, shards):
     assert {name: raw(tensor) for name, tensor in loaded.items()} == tensors
     # Of each device two buffers, and no byte from elsewhere.
     assert len(other.pinned) == 4 and other.bytes == {True: 4 * sum(map(len, tensors.values())) + 8000, False: 0}
+
+
+def test_memory_of_other_devices_is_filled_from_pinned_memory(other, tmp_path):
+    path, tensors = matrices(tmp_path)
+    targets = {name: transposed(other.torch, name, other.kind) for name in tensors}
+    targets["a"] = other.torch.empty([40, 30], dtype=other.torch.float32, device=other.kind)
+    for manifest in (None, dmalane.manifest(path)):
+        dmalane.load_into(as_of_gpu(other, targets, other.kind), path, verify=manifest)
+        assert {name: raw(tensor) for name, tensor in targets.items()} == tensors
+    assert len(other.pinned) == 2 and other.bytes == {True: 2 * sum(map(len, tensors.values())), False: 0}
 
 
 def test_a_device_that_pins_nothing_is_said_once(other, shards, monkeypatch):

@@ -175,6 +175,34 @@ def test_parameters_on_a_gpu_are_read_onto_it(stub, tmp_path, monkeypatch, drive
     _onto.Gpu.let_go()
 
 
+@pytest.mark.parametrize("kind", ["xpu", "cuda"])
+def test_parameters_on_other_devices_come_from_pinned_memory(stub, tmp_path, monkeypatch, kind):
+    """XPU, and ROCm, which PyTorch calls "cuda"."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from dmalane import _onto, vllm
+    from dmalane._frameworks import converter
+    from package.torch_on_fake import OnOther
+
+    monkeypatch.setattr("dmalane._lend.converter", converter)
+    monkeypatch.setattr(_onto.Pinned, "_open", {})
+    other = OnOther(torch, monkeypatch, kind)
+    rows = os.urandom(1 << 20)
+    write_model(tmp_path / "m.safetensors", {f"layers.{n}.w": ("U8", [1024, 1024], rows) for n in range(4)})
+    vllm.register()
+    registered = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"]
+    model = types.SimpleNamespace(
+        parameters=lambda: iter([types.SimpleNamespace(device=torch.device(kind, 0))])
+    )
+
+    def load_weights(loader, model, config):
+        for name, tensor in loader._get_weights_iterator(Source(tmp_path)):
+            assert bytes(tensor.flatten().numpy()) == rows, name
+
+    monkeypatch.setattr(registered.__bases__[0], "load_weights", load_weights, raising=False)
+    registered(stub.LoadConfig()).load_weights(model, None)
+    assert other.bytes == {True: 4 << 20, False: 0}
+
+
 RANK = """
 import os, sys, torch
 from vllm.plugins import load_general_plugins
