@@ -217,6 +217,20 @@ def test_no_more_is_read_together_than_a_bound(gpu, shards, monkeypatch):
     assert gpu.waits > 5
 
 
+def test_threads_that_read_ahead_are_as_many_as_are_asked_for(gpu, shards):
+    paths, tensors = shards
+    for threads in (1, 2):
+        with dmalane.safe_open(paths, framework="pt", device="cuda", direct=True) as f:
+            plan = {name: slice(5) if name.endswith("big") else None for name in tensors}
+            with f.prefetch(plan, threads=threads) as ahead:
+                assert {name: raw(tensor) == tensors[name] for name, tensor in ahead} == {
+                    name: part is None for name, part in plan.items()
+                }
+            report = f.report()
+        (reads,) = (stage["in_flight"] for stage in report["stages"] if stage["stage"] == "read")
+        assert report["workers"] == threads and 1 <= reads <= threads
+
+
 def test_slices_are_those_of_the_whole(gpu, tmp_path):
     chance = random.Random(7)
     shapes = [[7], [5, 3], [40, 2000], [3, 70000], [2, 5, 4], [30, 9, 100], []]

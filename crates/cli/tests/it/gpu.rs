@@ -121,8 +121,8 @@ fn counts_of_load(bytes: u64, count: u64) -> BTreeMap<String, u64> {
     pairs.map(|(name, count)| (name.to_owned(), count.parse().unwrap())).collect()
 }
 
-/// Of 64 MiB in 100 tensors and of 1 GiB in 10 000: nothing but registered memory is read from, and what takes the same
-/// time for any number of bytes is done as often. An allocation is one for each file, and so is the wait before its end.
+/// Of 64 MiB in 100 tensors and of 1 GiB in 10 000: nothing but registered memory is copied from, and memory is
+/// registered, allocated and waited for as often. Each file has an allocation, and a wait before that is freed.
 #[test]
 fn a_load_onto_cuda_registers_and_allocates_as_often_for_every_size() {
     for (bytes, count) in [(64 << 20, 100), (1 << 30, 10_000)] {
