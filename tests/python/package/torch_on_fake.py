@@ -174,6 +174,23 @@ class OnFake:
         return self.driver.control("copied")
 
 
+def in_a_process(path):
+    """A GPU of a process of its own, with PyTorch on it; to be called before dmalane has opened a driver.
+
+    What PyTorch makes on the GPU but by `empty` is small, and the group's, which has host memory here."""
+    import pytest
+    import torch
+    from package.fake_driver import FakeDriver
+
+    driver = FakeDriver(path)
+    driver.begin()
+    gpu = OnFake(torch, driver, pytest.MonkeyPatch())
+    tensor = torch.tensor
+    torch.tensor = lambda data, device=None, **options: tensor(data, **options)
+    gpu.begun = gpu.counts()
+    return gpu
+
+
 class OnOther:
     """Puts a module of PyTorch on an accelerator that is none of CUDA's: its memory is the host's, and copies to it are
     counted, by whether they come from memory that was pinned. On ROCm it is called "cuda"."""
