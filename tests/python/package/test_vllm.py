@@ -232,8 +232,9 @@ def test_two_ranks_share_the_reads_onto_their_gpus(tmp_path, driver):
         assert 1 < count["registrations"] <= 10
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["xpu", "cuda"])
-def test_parameters_on_other_devices_come_from_pinned_memory(stub, tmp_path, monkeypatch, kind):
+def test_parameters_on_other_devices_come_from_pinned_memory(stub, tmp_path, monkeypatch, kind, ranks):
     """XPU, and ROCm, which PyTorch calls "cuda"."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     from dmalane import _onto, vllm
@@ -247,17 +248,18 @@ def test_parameters_on_other_devices_come_from_pinned_memory(stub, tmp_path, mon
     write_model(tmp_path / "m.safetensors", {f"layers.{n}.w": ("U8", [1024, 1024], rows) for n in range(4)})
     vllm.register()
     registered = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"]
-    model = types.SimpleNamespace(
-        parameters=lambda: iter([types.SimpleNamespace(device=torch.device(kind, 0))])
-    )
+    stub.group.world_size = ranks
+    there = torch.device(kind, 0)
+    model = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=there)]))
 
     def load_weights(loader, model, config):
         for name, tensor in loader._get_weights_iterator(Source(tmp_path)):
-            assert bytes(tensor.flatten().numpy()) == rows, name
+            assert ranks == 1 or tensor.device == there
+            assert bytes(tensor.narrow(0, 7, 512).clone().flatten().numpy()) == rows[7 << 10 : 519 << 10], name
 
     monkeypatch.setattr(registered.__bases__[0], "load_weights", load_weights, raising=False)
     registered(stub.LoadConfig()).load_weights(model, None)
-    assert other.bytes == {True: 4 << 20, False: 0}
+    assert other.bytes == {True: (4 << 20) // ranks, False: 0}
 
 
 RANK = """
