@@ -265,8 +265,8 @@ class safe_open:
         """Begins to read tensors: all, or those of `plan`: whole (None), a slice of the first dimension, or a tuple of
         slices of the first ones.
 
-        device: where they go; by default that of this object. threads: that read, at most 64; by default as many as the
-        processors and the files take."""
+        device: where they go; by default that of this object. threads: that read, at most 64, each a block at a time;
+        by default as many reads at once as make the bytes come faster."""
         if threads is not None and (integer(threads) is None or threads < 1):
             raise ValueError(f"threads={threads!r} is not 1 or more")
         reader = self._reader

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from bisect import bisect
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, overload
 
 from ._arguments import Manifest, Path, Paths, Progress, manifest_of, parse_size, path_of, paths_of, watched
@@ -13,7 +14,7 @@ from ._last import remember
 from ._lend import safe_open
 from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
-from ._onto import Gpu, Pinned
+from ._onto import Gpu, OnGpu, Pinned, Range, moved
 from .errors import KeptError, UnknownTensorError
 
 
@@ -174,7 +175,8 @@ def load_into(
     largest tensor if that is more.
 
     Types and shapes must be those of the file. With `strict`, so must the names. Contiguous tensors on GPUs of CUDA
-    are read where they are, without those buffers; to those of other devices PyTorch copies them.
+    are read where they are, without those buffers, others there (and all with `verify`) through buffers on the GPU. To
+    other devices PyTorch copies them.
     With `verify`, a manifest, no tensor is written whose bytes differ, but others may have been when `IntegrityError`
     is raised.
     """
@@ -193,10 +195,10 @@ def load_into(
         elif describe(name, target) != (dtype, list(shape)):
             raise ValueError(f"tensor {name!r} is {dtype} {list(shape)} in {file}, not {describe(name, target)}")
     wanted = set(tensors) & set(names)
-    if verify is None:
-        wanted -= _read_there(files, {name: tensors[name] for name in wanted})
     largest = max((files.describe(name)[2] for name in wanted), default=0)
-    files = files.within(max(parse_size(memory_limit), 2 * largest + (1 << 20)))
+    limit = max(parse_size(memory_limit), 2 * largest + (1 << 20))
+    wanted -= _read_there(files, {name: tensors[name] for name in wanted}, limit, verify is not None)
+    files = files.within(limit)
     stream = files.stream(wanted)
     while (tensor := next(stream, None)) is not None:
         if tensor.nbytes:
@@ -206,20 +208,47 @@ def load_into(
     remember(files.report)
 
 
-def _read_there(files: Files, targets: dict[str, Any]) -> set[str]:
-    """Reads contiguous tensors on GPUs where they are; returns their names."""
+def _read_there(files: Files, targets: dict[str, Any], limit: int, verified: bool) -> set[str]:
+    """Reads those on GPUs of CUDA, where they are if they may have bytes that are not compared yet; returns their
+    names. The others are read into memory of the GPU first, `limit` bytes of it at most."""
     torch = sys.modules.get("torch")
-    by_device: dict[Any, dict[str, Any]] = {}
+    by_gpu: dict[Gpu, dict[str, Any]] = {}
     for name, target in targets.items():
-        if torch is None or not isinstance(target, torch.Tensor) or target.device.type != "cuda":
-            continue
-        # A conjugated view has the bytes of what it is a view of.
-        if target.is_contiguous() and target.numel() and not (target.is_conj() or target.is_neg()):
-            by_device.setdefault(target.device, {})[name] = target
-    by_gpu = {gpu: there for device, there in by_device.items() if (gpu := Gpu.of(device)) is not None}
+        if torch is not None and isinstance(target, torch.Tensor) and target.device.type == "cuda" and target.numel():
+            if (gpu := Gpu.of(target.device)) is not None:
+                by_gpu.setdefault(gpu, {})[name] = target
     for gpu, there in by_gpu.items():
-        gpu.read_to(files, there)
+        at_once = {} if verified else {name: target for name, target in there.items() if _is_plain(target)}
+        for apart in rounds({name: at_once[name] for name in files.keys() if name in at_once}):
+            gpu.read_to(files, apart)
+        if rest := dict.fromkeys(there.keys() - at_once.keys()):
+            for name, tensor in OnGpu(files, gpu).tensors(rest, most=limit // 2):
+                with torch.no_grad():
+                    _assign(there[name], tensor)
+                # The next one may need its memory.
+                del tensor
     return {name for there in by_gpu.values() for name in there}
+
+
+def _is_plain(target: Any) -> bool:
+    """Whether the memory of a tensor has its bytes in order: that of a conjugated view has those of what it views."""
+    return target.is_contiguous() and not (target.is_conj() or target.is_neg())
+
+
+def rounds(targets: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Splits them where one shares memory with one in front of it: what is read last stays, as it does on the host."""
+    now: dict[str, Any] = {}
+    taken: list[Range] = []
+    for name, target in targets.items():
+        start, stop = target.data_ptr(), target.data_ptr() + target.nbytes
+        at = bisect(taken, (start, stop))
+        if (at and taken[at - 1][1] > start) or (at < len(taken) and taken[at][0] < stop):
+            yield now
+            now, taken, at = {}, [], 0
+        now[name] = target
+        taken.insert(at, (start, stop))
+    if now:
+        yield now
 
 
 def _copy(target: Any, tensor: Tensor) -> None:
@@ -227,12 +256,10 @@ def _copy(target: Any, tensor: Tensor) -> None:
     if torch is not None and isinstance(target, torch.Tensor):
         with torch.no_grad():
             source, pinned = converter("pt")(tensor), Pinned.of(target.device)
-            if pinned is not None and target.is_contiguous() and source.dtype == target.dtype:
+            if pinned is not None and _is_plain(target) and source.dtype == target.dtype:
                 pinned.copy(source, target)
-            elif source.dtype == target.dtype and not source.dtype.is_complex and source.dtype.itemsize == 1:
-                target.view(torch.uint8).copy_(source.view(torch.uint8))
             else:
-                target.copy_(source)
+                _assign(target, source if pinned is None else moved(source, target.device))
         return
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(target, numpy.ndarray):
@@ -240,6 +267,14 @@ def _copy(target: Any, tensor: Tensor) -> None:
         numpy.copyto(target, source)
         return
     memoryview(target).cast("B")[:] = memoryview(tensor)
+
+
+def _assign(target: Any, source: Any) -> None:
+    import torch
+
+    # Not all operations know the types of one byte.
+    as_bytes = source.dtype == target.dtype and source.dtype.itemsize == 1
+    (target.view(torch.uint8) if as_bytes else target).copy_(source.view(torch.uint8) if as_bytes else source)
 
 
 def alloc_and_read(

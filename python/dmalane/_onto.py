@@ -358,8 +358,10 @@ class OnGpu:
         """Reads a range of each dimension; the result has the shape `shape`."""
         return self.begin(name, ranges, shape).now()
 
-    def tensors(self, wanted: Wanted | None, threads: int | None = None) -> Generator[tuple[str, Any]]:
-        """All, or those that are wanted, read ahead, in the order of their bytes."""
+    def tensors(
+        self, wanted: Wanted | None, threads: int | None = None, most: int | None = None
+    ) -> Generator[tuple[str, Any]]:
+        """All, or those that are wanted, read ahead, in the order of their bytes; so many bytes together at most."""
         files, gpu = self._files.apart(threads), self._gpu
 
         def begin(pool: ThreadPoolExecutor, batch: _Batch | tuple[str, Part]) -> Future[_Come]:
@@ -375,7 +377,7 @@ class OnGpu:
 
             return pool.submit(read)
 
-        return self._each(ahead(files, _batches(files, _in_order(files, wanted), BATCH), begin))
+        return self._each(ahead(files, _batches(files, _in_order(files, wanted), min(most or BATCH, BATCH)), begin))
 
     def _each(self, batches: Iterator[tuple[Any, _Come]]) -> Generator[tuple[str, Any]]:
         for _, come in batches:
@@ -484,13 +486,16 @@ class OnHost:
     def tensors(self, wanted: Wanted | None, threads: int | None = None) -> Generator[tuple[str, Any]]:
         """All, or those that are wanted, read ahead, in the order of their bytes."""
         files, order = self._files.apart(threads), _in_order(self._files, wanted)
-        parts = [(name, part) for name, part in order if part is not None]
-        whole = None if wanted is None else {name for name, part in order if part is None}
-        coming = ahead(files, parts, OnHost(files, self._convert)._part)
-        return primed(self._each(files, files.stream(whole), coming, order))
+        whole = {name for name, part in order if part is None}
+        if threads is not None and len(whole) < len(order):
+            # Two reads at once would have twice as many threads.
+            whole = set()
+        apart = [item for item in order if item[0] not in whole]
+        coming = ahead(files, apart, OnHost(files, self._convert)._part)
+        return primed(self._each(files, files.stream(None if wanted is None else whole), coming, order, whole))
 
-    def _part(self, pool: ThreadPoolExecutor, item: tuple[str, Part]) -> Future[Any]:
-        begun = self.begin(item[0], *item[1])
+    def _part(self, pool: ThreadPoolExecutor, item: tuple[str, Part | None]) -> Future[Any]:
+        begun = self.begin(item[0], *(item[1] or ()))
 
         def read() -> Callable[[], Any]:
             try:
@@ -505,22 +510,23 @@ class OnHost:
     def _each(
         self,
         files: Files,
-        whole: Iterator[Tensor],
-        parts: Generator[tuple[Any, Any]],
+        stream: Iterator[Tensor],
+        apart: Generator[tuple[Any, Any]],
         order: list[tuple[str, Part | None]],
+        whole: set[str],
     ) -> Generator[Any]:
         try:
             yield None
-            for name, part in order:
-                if part is None:
-                    tensor = next(whole)
+            for name, _ in order:
+                if name in whole:
+                    tensor = next(stream)
                     item = tensor.name, self._convert(tensor)
                     # Nothing here keeps the memory while the next one is waited for.
                     del tensor
                 else:
-                    item = name, next(parts)[1]()
+                    item = name, next(apart)[1]()
                 yield item
                 del item
         finally:
             files.close()
-            parts.close()
+            apart.close()

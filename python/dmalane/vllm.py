@@ -31,7 +31,7 @@ def _loader() -> type:
     from ._arguments import parse_size
     from ._last import remember
     from ._lend import safe_open
-    from ._onto import Gpu
+    from ._onto import Gpu, Pinned
 
     class DmalaneModelLoader(default_loader.DefaultModelLoader):
         """Finds files and filters tensors as vLLM's own loader does, and reads them into memory that is no mapping of
@@ -48,9 +48,10 @@ def _loader() -> type:
             self._device: Any = "cpu"
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> Any:
-            # Parameters on a GPU of CUDA copy what comes next to them: nothing crosses the link unregistered.
+            # Parameters on a GPU copy what comes next to them: nothing crosses the link unregistered.
             first = next(model.parameters(), None)
-            self._device = first.device if first is not None and Gpu.of(first.device) else "cpu"
+            there = first is not None and (Gpu.of(first.device) or Pinned.of(first.device))
+            self._device = first.device if there else "cpu"
             return super().load_weights(model, model_config)
 
         def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:

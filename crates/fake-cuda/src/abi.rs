@@ -9,7 +9,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_uint, c_void};
 use std::fs::File;
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{IoSlice, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -165,6 +165,7 @@ fn queue(state: &mut State, stream: *mut c_void, jobs: Vec<Job>) -> Result {
         if job.row == 0 || job.rows == 0 {
             return Err(INVALID_VALUE);
         }
+        state.unregistered += state.unregistered_of(job);
         if let Some(why) = state.bad_use(job, current()) {
             if why.contains("not registered") {
                 state.violation(why);
@@ -304,7 +305,11 @@ functions! {
         if let Some(code) = state.enter("cuInit") {
             return code;
         }
-        state.initialised = true;
+        if !std::mem::replace(&mut state.initialised, true) {
+            for one in std::env::var(SETTINGS).iter().flat_map(|all| all.split(';')) {
+                assert!(control(&mut state, one) >= 0, "{SETTINGS}: the fake driver does not know {one:?}");
+            }
+        }
         if flags == 0 { if state.settings.gpus == 0 { 100 } else { 0 } } else { INVALID_VALUE }
     }
     fn cuDriverGetVersion(to: *mut c_int) {
@@ -899,9 +904,14 @@ fn unwrap(fd: BorrowedFd<'_>) -> Option<(File, c_int, u64)> {
 extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
     // SAFETY: `Fake` passes a string.
     let command = unsafe { CStr::from_ptr(command) }.to_string_lossy();
+    let answer = control(&mut MODEL.lock(), &command);
+    MODEL.notify();
+    answer
+}
+
+fn control(state: &mut State, command: &str) -> i64 {
     let words: Vec<&str> = command.split(' ').collect();
     let number = |i: usize| words.get(i).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
-    let mut state = MODEL.lock();
     match words[0] {
         "fail" | "break" => state.fail(words[1], number(2), number(3) as Code, words[0] == "break"),
         "heal" => state.heal(),
@@ -925,6 +935,7 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
             state.mapped.remove(&number(1));
         }
         "copied" => return state.copied as i64,
+        "unregistered" => return state.unregistered as i64,
         "link" => state.settings.link = number(1),
         "idle" => state.settings.idle = number(1) > 0,
         "capture" => state.settings.capturing = number(1) > 0,
@@ -936,9 +947,28 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
         }
         _ => return -1,
     }
-    drop(state);
-    MODEL.notify();
     0
+}
+
+/// The variable of the environment with commands that the driver begins with, `;` between them.
+const SETTINGS: &str = "FAKE_CUDA_SETTINGS";
+/// That of the file to which it adds what it has counted when the process ends: a line each, a name and a number.
+const COUNTS: &str = "FAKE_CUDA_COUNTS";
+
+// SAFETY: a list of functions of this type, which are called when the process ends.
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_THE_END: extern "C" fn() = write_counts;
+
+extern "C" fn write_counts() {
+    let Ok(path) = std::env::var(COUNTS) else { return };
+    let state = MODEL.lock();
+    let bytes = [("copied", state.copied), ("unregistered", state.unregistered)];
+    let violations = ("violations", state.violations.len() as u64);
+    let calls = state.calls.iter().map(|(name, count)| (&**name, *count));
+    let lines: String = bytes.into_iter().chain([violations]).chain(calls).map(|(n, v)| format!("{n} {v}\n")).collect();
+    let file = File::options().create(true).append(true).open(path);
+    file.and_then(|mut file| file.write_all(lines.as_bytes())).expect("the counts are written");
 }
 
 /// Writes leaks, violations and the names of all calls to `to`: a line each.
@@ -1038,6 +1068,11 @@ impl Fake {
     /// Bytes that were copied from host memory.
     pub fn copied(&self) -> u64 {
         self.command("copied") as u64
+    }
+
+    /// Bytes of copies that were asked for from and to host memory that is not registered.
+    pub fn unregistered(&self) -> u64 {
+        self.command("unregistered") as u64
     }
 
     /// Changes the GPU, before it is opened: `memory` in bytes, `gpus`; `virtual-memory` and `host-register`: 0 or 1.

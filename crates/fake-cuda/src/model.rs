@@ -234,6 +234,8 @@ pub(crate) struct State {
     pub calls: BTreeMap<String, u64>,
     /// Bytes that streams have copied from the host.
     pub copied: u64,
+    /// Bytes of copies that were asked for from and to host memory that is not registered.
+    pub unregistered: u64,
     /// Until when each direction of the link is in use: to the GPU, and to the host.
     link_until: [Option<Instant>; 2],
     faults: Vec<Fault>,
@@ -424,15 +426,25 @@ impl State {
                 }
                 None
             }
-            Place::Host(at) if self.settings.host_register => {
-                let inside = [&self.registered, &self.pinned].into_iter().any(|known| {
-                    let found = known.range(..=at).next_back();
-                    found.is_some_and(|(first, has)| at as u64 + len <= (*first + *has) as u64)
-                });
-                (!inside).then(|| format!("host memory at {at:#x} is not registered"))
+            Place::Host(at) if self.settings.host_register && !self.is_registered(at, len) => {
+                Some(format!("host memory at {at:#x} is not registered"))
             }
             Place::Host(_) => None,
         })
+    }
+
+    fn is_registered(&self, at: usize, len: u64) -> bool {
+        [&self.registered, &self.pinned].into_iter().any(|known| {
+            let found = known.range(..=at).next_back();
+            found.is_some_and(|(first, has)| at as u64 + len <= (*first + *has) as u64)
+        })
+    }
+
+    /// Bytes of a job from and to host memory that is not registered.
+    pub fn unregistered_of(&self, job: &Job) -> u64 {
+        let is =
+            |(place, len, _): &(Place, u64, bool)| matches!(place, Place::Host(at) if !self.is_registered(*at, *len));
+        job.uses().iter().filter(|used| is(used)).count() as u64 * job.row * job.rows
     }
 
     /// True when a stream still has to use some of these bytes.

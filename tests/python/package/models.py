@@ -56,3 +56,20 @@ def sparse_model(path, size):
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(path, 8 + len(text) + size)
     return str(path)
+
+
+def sparse_shards(folder, size, count, shards=5):
+    """Files of `count` tensors of zeroes of `size` bytes in all, which take no space on the disk; their paths."""
+    folder.mkdir(exist_ok=True)
+    paths, each, nbytes = [], count // shards, size // count
+    for shard in range(shards):
+        names = [f"layer.{shard}.{n}" for n in range(each)]
+        header = {name: {"dtype": "U8", "shape": [nbytes], "data_offsets": [n * nbytes, (n + 1) * nbytes]}
+                  for n, name in enumerate(names)}  # fmt: skip
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path = folder / f"{size}-{count}-{shard}.safetensors"
+        path.write_bytes(struct.pack("<Q", len(text)) + text)
+        os.truncate(path, 8 + len(text) + each * nbytes)
+        paths.append(path)
+    return paths

@@ -92,6 +92,63 @@ def test_prefetch_hands_out_each_tensor_once(file):
             f.prefetch(device="cuda:0")
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_prefetch_reads_with_as_many_threads_as_it_is_told(large, direct):
+    """Each of them a block at a time, as safetensors has it; else as many reads at once as make the bytes come
+    faster."""
+    for threads in (1, 3, None):
+        with dmalane.safe_open(large, "bytes", direct=direct) as f, f.prefetch(threads=threads) as ahead:
+            assert len(dict(ahead)) == 24
+            report = f.report()
+        (reads,) = (stage["in_flight"] for stage in report["stages"] if stage["stage"] == "read")
+        assert threads is None or (report["workers"], reads) == (threads, reads) and 1 <= reads <= threads, report
+    if all(file["direct"] for file in report["files"]):
+        assert reads > 3, "threads bound it"
+
+
+def test_a_plan_of_parts_has_one_read_at_a_time_where_threads_are_given(large):
+    class Counted:
+        """Files of which each read is under way for a while."""
+
+        now = most = 0
+
+        def __init__(self, files):
+            self.files = files
+
+        def __getattr__(self, name):
+            return getattr(self.files, name)
+
+        def apart(self, threads):
+            return Counted(self.files.apart(threads))
+
+        def stream(self, names):
+            # It reads ahead until it is closed.
+            Counted.now += names is None or len(names) > 0
+            return self.files.stream(names)
+
+        def slice(self, *part):
+            return self.read(self.files.slice, *part)
+
+        def get(self, name):
+            return self.read(self.files.get, name)
+
+        def read(self, of, *arguments):
+            Counted.now += 1
+            Counted.most = max(Counted.most, Counted.now)
+            time.sleep(0.01)
+            Counted.now -= 1
+            return of(*arguments)
+
+    for threads, most in ((None, 2), (1, 1)):
+        with dmalane.safe_open(large, "bytes") as f:
+            Counted.now = Counted.most = 0
+            f._files = Counted(f._files)
+            plan = {name: slice(0, 9) if n % 2 else None for n, name in enumerate(f)}
+            with f.prefetch(plan, threads=threads) as ahead:
+                assert [tensor.shape[0] for _, tensor in ahead] == [1024, 9] * 12
+        assert Counted.most == most
+
+
 def test_prefetch_begins_at_once(file):
     with dmalane.safe_open(file) as f, f.prefetch():
         until = time.monotonic() + 30

@@ -7,12 +7,15 @@ import os
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import dmalane
 import numpy as np
 import pytest
-from dmalane._onto import Gpu, Pinned
-from package.models import write_model
+from dmalane._load import rounds
+from dmalane._onto import BATCH, Gpu, Pinned
+from dmalane.plan import Only, Shard
+from package.models import sparse_shards, write_model
 from package.torch_on_fake import OnFake, OnOther, of_numpy
 
 
@@ -104,6 +107,25 @@ def ways(paths):
     }
 
 
+@contextmanager
+def alone(gpu, store):
+    """The module of plans in a group of one rank; skips where there are no groups."""
+    distributed = pytest.importorskip("torch.distributed", reason="PyTorch is not installed")
+    if isinstance(gpu.torch.empty(1, dtype=gpu.torch.uint8), np.ndarray):
+        pytest.skip("the small PyTorch has no groups")
+    from dmalane import plan
+
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    # Its own tensors are the group's, which has host memory here.
+    tensor = gpu.torch.tensor
+    gpu.torch.tensor = lambda data, device=None, **options: tensor(data, **options)
+    try:
+        yield plan
+    finally:
+        gpu.torch.tensor = tensor
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("way", ways([]))
 def test_nothing_is_copied_from_memory_that_is_not_registered(gpu, shards, way):
     paths, tensors = shards
@@ -111,6 +133,7 @@ def test_nothing_is_copied_from_memory_that_is_not_registered(gpu, shards, way):
     ours = ways(paths)[way](list(tensors))
     assert {name: raw(tensor) for name, tensor in ours.items()} == tensors
     assert gpu.copied() == sum(map(len, tensors.values())), "each byte went over once"
+    assert gpu.counts()["bytes from memory that is not registered"] == 0
     # However many files are opened one after the other: the GPU stays open for a while.
     assert gpu.calls("cuMemHostRegister_v2") - before <= REGISTERED
     Gpu.let_go()
@@ -119,6 +142,58 @@ def test_nothing_is_copied_from_memory_that_is_not_registered(gpu, shards, way):
         assert gpu.waits == 1, "one wait for PyTorch's stream"
     # And one to ask whether the driver lends such memory.
     assert len(gpu.adopted) == len(tensors) + 1, "each tensor has memory of its own"
+
+
+def every_buffer(gpu, folder):
+    """Opens the GPU, and has all staging buffers made: while the GPU does nothing, reads go on as long as there are
+    some."""
+    gpu.driver.control("hold 1")
+    before, until = gpu.counts()["registrations"], time.monotonic() + 60
+    reading = threading.Thread(target=dmalane.load_file, args=(sparse_shards(folder, 256 << 20, 5), "pt", "cuda"))
+    reading.start()
+    while gpu.counts()["registrations"] < before + REGISTERED and time.monotonic() < until:
+        time.sleep(0.01)
+    gpu.driver.control("hold 0")
+    reading.join()
+
+
+@pytest.mark.parametrize("way", [*ways([]), "load_into", "plan="])
+def test_what_is_done_does_not_grow_with_the_bytes_or_the_tensors(gpu, tmp_path, monkeypatch, way):
+    """Of 64 MiB in 100 tensors and of 1 GiB in 10 000. The driver keeps no contents, so the size costs no memory.
+
+    PyTorch allocates each tensor. Its stream is waited for once for each batch of tensors, of 256 MiB: what was there
+    before may still be in use. Who asks for tensors one by one has one wait for each.
+    """
+    monkeypatch.setattr("dmalane._onto._IDLE", 600.0)
+    gpu.driver.control("idle 1")
+    gpu.driver.control("delay 0")
+    every_buffer(gpu, tmp_path)
+    for size, count in ((64 << 20, 100), (1 << 30, 100 if way in ("get_tensor", "get_slice") else 10_000)):
+        paths = sparse_shards(tmp_path, size, count)
+        names = [f"layer.{shard}.{n}" for shard in range(5) for n in range(count // 5)]
+        there = {}
+        if way == "load_into":
+            there = {name: gpu.torch.empty([size // count], dtype=gpu.torch.uint8, device="cuda:0") for name in names}
+        before = gpu.counts()
+        if way == "load_into":
+            dmalane.load_into(as_of_gpu(gpu, there), paths)
+        elif way == "plan=":
+            with alone(gpu, tmp_path / f"store-{size}") as plan:
+                assert len(dict(plan.tensors(paths, {}, device="cuda:0"))) == count
+        else:
+            assert len(ways(paths)[way](names)) == count
+        done = {name: n - before[name] for name, n in gpu.counts().items()}
+        batches = -(-size // BATCH)
+        waits = {"drop-in load_file": len(paths), "get_tensor": count, "get_slice": count, "load_into": 1}
+        assert done == {
+            "registrations": 0,
+            "allocations": 0,
+            "synchronisations": 0,
+            "bytes from memory that is not registered": 0,
+            "bytes that were copied": size // count * count,
+            "tensors that PyTorch allocated": 0 if way == "load_into" else batches if way == "plan=" else count,
+            "waits for PyTorch's stream": waits.get(way, batches),
+        }
 
 
 def test_loads_onto_a_device_register_once(gpu, shards):
@@ -140,6 +215,20 @@ def test_no_more_is_read_together_than_a_bound(gpu, shards, monkeypatch):
     with dmalane.safe_open(paths, framework="pt", device="cuda") as f:
         assert {name: raw(tensor) for name, tensor in f.tensors()} == tensors
     assert gpu.waits > 5
+
+
+def test_threads_that_read_ahead_are_as_many_as_are_asked_for(gpu, shards):
+    paths, tensors = shards
+    for threads in (1, 2):
+        with dmalane.safe_open(paths, framework="pt", device="cuda", direct=True) as f:
+            plan = {name: slice(5) if name.endswith("big") else None for name in tensors}
+            with f.prefetch(plan, threads=threads) as ahead:
+                assert {name: raw(tensor) == tensors[name] for name, tensor in ahead} == {
+                    name: part is None for name, part in plan.items()
+                }
+            report = f.report()
+        (reads,) = (stage["in_flight"] for stage in report["stages"] if stage["stage"] == "read")
+        assert report["workers"] == threads and 1 <= reads <= threads
 
 
 def test_slices_are_those_of_the_whole(gpu, tmp_path):
@@ -165,6 +254,19 @@ def test_slices_are_those_of_the_whole(gpu, tmp_path):
                 assert raw(prefetched.take(name)) == (whole if part is None else whole[part]).tobytes()
 
 
+def as_of_gpu(gpu, tensors, kind="cuda"):
+    """The same memory, as tensors that say which device has it."""
+
+    class OnGpu(gpu.torch.Tensor):
+        device = gpu.torch.device(kind, 0)
+
+    if hasattr(gpu.torch, "_C"):
+        # What is made of them is not of this class, and functions are called once.
+        OnGpu.__torch_function__ = gpu.torch._C._disabled_torch_function_impl
+    return {name: np.ndarray.view(tensor, OnGpu) if isinstance(tensor, np.ndarray) else tensor.as_subclass(OnGpu)
+            for name, tensor in tensors.items()}  # fmt: skip
+
+
 def test_memory_that_exists_is_read_into(gpu, shards):
     paths, tensors = shards
     targets = {}
@@ -174,11 +276,7 @@ def test_memory_that_exists_is_read_into(gpu, shards):
         targets[name] = gpu.torch.empty(shape, dtype=dtype, device="cuda:0")
     allocated = len(gpu.adopted) + 1
 
-    class OnGpu(gpu.torch.Tensor):
-        device = gpu.torch.device("cuda", 0)
-
-    kinds = {name: np.ndarray.view(tensor, OnGpu) if isinstance(tensor, np.ndarray) else tensor.as_subclass(OnGpu)
-             for name, tensor in targets.items()}  # fmt: skip
+    kinds = as_of_gpu(gpu, targets)
     versions = [getattr(tensor, "_version", None) for tensor in targets.values()]
     dmalane.load_into(kinds, paths)
     changed = [getattr(tensor, "_version", None) for tensor in targets.values()]
@@ -186,6 +284,58 @@ def test_memory_that_exists_is_read_into(gpu, shards):
     assert dmalane.last_report()["bytes"] >= gpu.copied()
     assert {name: raw(tensor) for name, tensor in targets.items()} == tensors
     assert len(gpu.adopted) == allocated and gpu.copied() == sum(map(len, tensors.values()))
+
+
+def test_of_targets_that_share_memory_the_last_one_stays(gpu, tmp_path):
+    chance = random.Random(11)
+    bytes_of = {name: chance.randbytes(4096) for name in ("a", "b", "c", "d")}
+    path = write_model(tmp_path / "m.safetensors", {name: ("U8", [4096], data) for name, data in bytes_of.items()})
+    memory = gpu.torch.empty([10240], dtype=gpu.torch.uint8, device="cuda:0")
+    # Each of b and c begins in the middle of the one in front of it; d is apart.
+    targets = {name: memory[at : at + 4096] for name, at in {"a": 0, "b": 2048, "c": 4096}.items()}
+    targets["d"] = gpu.torch.empty([4096], dtype=gpu.torch.uint8, device="cuda:0")
+    assert [list(together) for together in rounds(targets)] == [["a"], ["b"], ["c", "d"]]
+    dmalane.load_into(as_of_gpu(gpu, targets), path)
+    assert raw(memory)[:8192] == bytes_of["a"][:2048] + bytes_of["b"][:2048] + bytes_of["c"]
+    assert raw(targets["d"]) == bytes_of["d"]
+
+
+def matrices(folder):
+    """A model of three matrices: its path, and the bytes of each."""
+    chance = random.Random(3)
+    kinds = {"a": "F32", "b": "F8_E4M3", "c": "BF16"}
+    tensors = {name: (kind, [40, 30], chance.randbytes(1200 * {"F32": 4, "F8_E4M3": 1, "BF16": 2}[kind]))
+               for name, kind in kinds.items()}  # fmt: skip
+    return write_model(folder / "m.safetensors", tensors), {name: data for name, (_, _, data) in tensors.items()}
+
+
+def transposed(torch, name, device):
+    """A matrix of `matrices` whose columns follow each other in memory."""
+    dtype = {"a": torch.float32, "b": torch.float8_e4m3fn, "c": torch.bfloat16}[name]
+    whole = torch.empty([30, 40], dtype=dtype, device=device)
+    return whole.T if isinstance(whole, np.ndarray) else whole.t()
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_what_cannot_be_read_into_at_once_goes_through_memory_of_the_gpu(gpu, tmp_path, verified):
+    path, tensors = matrices(tmp_path)
+    targets = {name: transposed(gpu.torch, name, "cuda:0") for name in tensors}
+    plain = gpu.torch.empty([40, 30], dtype=gpu.torch.float32, device="cuda:0")
+    manifest = dmalane.manifest(path) if verified else None
+    for there in (targets, {**targets, "a": plain}):
+        copied = gpu.copied()
+        dmalane.load_into(as_of_gpu(gpu, there), path, verify=manifest)
+        assert {name: raw(tensor) for name, tensor in there.items()} == tensors
+        assert gpu.counts()["bytes from memory that is not registered"] == 0
+        assert gpu.copied() - copied == sum(map(len, tensors.values()))
+    if verified:
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([tensors["c"][-1] ^ 1]))
+        targets["c"][...] = 0
+        with pytest.raises(dmalane.IntegrityError) as error:
+            dmalane.load_into(as_of_gpu(gpu, targets), path, verify=manifest)
+        assert error.value.tensor == "c" and not any(raw(targets["c"])), "nothing is written that differs"
 
 
 def test_damage_is_found_and_the_device_goes_on(gpu, shards):
@@ -358,54 +508,53 @@ def test_wide_slices_are_cut_in_pieces(gpu, tmp_path, monkeypatch):
 
 
 def test_a_plan_reads_onto_the_gpu(gpu, shards, tmp_path, monkeypatch):
-    torch = gpu.torch
-    distributed = pytest.importorskip("torch.distributed", reason="PyTorch is not installed")
-    if isinstance(torch.empty(1, dtype=torch.uint8), np.ndarray):
-        pytest.skip("the small PyTorch has no groups")
-    from dmalane import plan
-
-    # Its own tensors are the group's, which has host memory here.
-    tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda data, device=None, **options: tensor(data, **options))
     paths, tensors = shards
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        rules = {"*.big": plan.Shard(0), "*.w.*": plan.Only(0)}
+    rules = {"*.big": Shard(0), "*.w.*": Only(0)}
+    with alone(gpu, tmp_path / "store") as plan:
         read = dict(plan.tensors(paths, rules, device="cuda:0"))
         assert {name: raw(tensor) for name, tensor in read.items()} == tensors
         assert gpu.copied() >= sum(map(len, tensors.values()))
         # A rank that cannot allocate says so to the others first.
         gpu.failing = set(range(len(gpu.adopted), len(gpu.adopted) + 1000))
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(gpu.torch.OutOfMemoryError):
             dict(plan.tensors(paths, rules, device="cuda:0"))
         monkeypatch.setattr(Gpu, "of", lambda device: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             dict(plan.tensors(paths, rules, device="cuda:0"))
-    finally:
-        distributed.destroy_process_group()
 
 
-@pytest.fixture(params=["small PyTorch", "PyTorch"])
+@pytest.fixture(params=[(torch, kind) for torch in ("small PyTorch", "PyTorch") for kind in ("xpu", "cuda")])
 def other(request, monkeypatch):
-    if request.param == "PyTorch":
+    """XPU, and ROCm, which PyTorch calls "cuda"."""
+    if request.param[0] == "PyTorch":
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     else:
         torch = of_numpy()
     monkeypatch.setattr(Pinned, "_open", {})
     monkeypatch.setattr("dmalane._onto._PINNED", 1 << 20)
-    return OnOther(torch, monkeypatch)
+    return OnOther(torch, monkeypatch, request.param[1])
 
 
 def test_other_devices_get_bytes_from_memory_that_is_pinned_once(other, shards):
     paths, tensors = shards
-    with dmalane.safe_open(paths, framework="pt", device="xpu") as f:
+    with dmalane.safe_open(paths, framework="pt", device=other.kind) as f:
         for read in (f.get_tensors(), {name: f.get_tensor(name) for name in f}, dict(f.prefetch())):
             assert {name: raw(tensor) for name, tensor in read.items()} == tensors
         assert raw(f.get_slice("layer.1.big")[3:7]) == tensors["layer.1.big"][6000:14000]
-    loaded = dmalane.load_file(paths, "pt", "xpu:0")
+    loaded = dmalane.load_file(paths, "pt", f"{other.kind}:0")
     assert {name: raw(tensor) for name, tensor in loaded.items()} == tensors
     # Of each device two buffers, and no byte from elsewhere.
     assert len(other.pinned) == 4 and other.bytes == {True: 4 * sum(map(len, tensors.values())) + 8000, False: 0}
+
+
+def test_memory_of_other_devices_is_filled_from_pinned_memory(other, tmp_path):
+    path, tensors = matrices(tmp_path)
+    targets = {name: transposed(other.torch, name, other.kind) for name in tensors}
+    targets["a"] = other.torch.empty([40, 30], dtype=other.torch.float32, device=other.kind)
+    for manifest in (None, dmalane.manifest(path)):
+        dmalane.load_into(as_of_gpu(other, targets, other.kind), path, verify=manifest)
+        assert {name: raw(tensor) for name, tensor in targets.items()} == tensors
+    assert len(other.pinned) == 2 and other.bytes == {True: 2 * sum(map(len, tensors.values())), False: 0}
 
 
 def test_a_device_that_pins_nothing_is_said_once(other, shards, monkeypatch):
@@ -418,7 +567,7 @@ def test_a_device_that_pins_nothing_is_said_once(other, shards, monkeypatch):
         return empty(shape, **options)
 
     monkeypatch.setattr(other.torch, "empty", refuses)
-    with pytest.warns(RuntimeWarning, match="xpu.*not pinned.*no pinned memory here") as said:
+    with pytest.warns(RuntimeWarning, match=f"{other.kind}.*not pinned.*no pinned memory here") as said:
         for _ in range(2):
-            loaded = dmalane.load_file(paths, "pt", "xpu")
+            loaded = dmalane.load_file(paths, "pt", other.kind)
     assert {name: raw(tensor) for name, tensor in loaded.items()} == tensors and len(said) == 1

@@ -141,6 +141,11 @@ if mode == "backend":
             return of(*args, **kwargs)
 dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
 whole = dmalane.torch.load_file(path)
+gpu, device = None, "cpu"
+if mode.startswith("gpu "):
+    sys.path.insert(0, mode.split(" ")[2])
+    from package.torch_on_fake import in_a_process
+    gpu, device = in_a_process(mode.split(" ")[1]), "cuda:0"
 same = lambda a, b: a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous() and (
     a.numel() == 0 or torch.equal(a.reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)))
 if mode == "other-plan":
@@ -173,7 +178,7 @@ try:
             mine = dmalane.torch.load_file(path, plan=plan, verify=verify)
         assert strict.made > 3 and strict.moved > 3, (strict.made, strict.moved)
     else:
-        mine = dmalane.torch.load_file(path, plan=plan, verify=verify)
+        mine = dmalane.torch.load_file(path, device, plan=plan, verify=verify)
 except (OSError, RuntimeError, ValueError, dmalane.Error) as error:
     print(json.dumps({"error": str(error)}))
     sys.exit()
@@ -200,14 +205,17 @@ for name, tensor in whole.items():
         assert same(mine[name], want), (name, mine[name].shape, want.shape)
 assert set(mine) <= set(whole)
 files = report["files"]
-print(json.dumps({"read": sum(f["direct_bytes"] + f["buffered_bytes"] for f in files), "bytes": report["bytes"]}))
+done = {"read": sum(f["direct_bytes"] + f["buffered_bytes"] for f in files), "bytes": report["bytes"]}
+if gpu:
+    done["gpu"] = {name: count - gpu.begun[name] for name, count in gpu.counts().items()}
+print(json.dumps(done))
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 def run_ranks(path, world, tmp_path, mode, verify=""):
-    store = tmp_path / f"store-{mode}-{world}-{bool(verify)}"
+    store = tmp_path / f"store-{mode.split()[0]}-{world}-{bool(verify)}"
     words = [str(path), None, str(world), str(store), mode, str(verify)]
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, words[0], str(rank), *words[2:]],
@@ -250,6 +258,27 @@ def test_slices_are_those_of_the_whole_tensors_and_bytes_are_read_once(sharded, 
     assert read <= 1.02 * size, (read, size)
     # Every rank reads a fair part.
     assert max(report["read"] for report in reports) <= 1.3 * read / world
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_two_ranks_read_onto_a_gpu_each_from_registered_memory(sharded, tmp_path, driver, verified):
+    """Each rank has a CUDA driver in software of its own."""
+    manifest = ""
+    if verified:
+        manifest = tmp_path / "manifest"
+        manifest.write_text(json.dumps(dmalane.manifest(sharded)))
+    reports = run_ranks(sharded, 2, tmp_path, f"gpu {driver.path} {Path(__file__).parents[1]}", manifest)
+    size = sum(path.stat().st_size for path in sharded.glob("*.safetensors"))
+    # Whole pages, of short parts too.
+    assert sum(report["read"] for report in reports) <= 1.05 * size
+    for report in reports:
+        done = report["gpu"]
+        assert done["bytes from memory that is not registered"] == 0
+        # The staging buffers, and a page by which the driver is asked; and addresses, which opening a GPU reserves.
+        assert 1 < done["registrations"] <= 10 and done["allocations"] == 1
+        assert 0 < done["bytes that were copied"] <= report["bytes"]
+    # Each byte crosses the link of one GPU, and the group hands it to the others.
+    assert 0.98 * size <= sum(report["gpu"]["bytes that were copied"] for report in reports) <= size
 
 
 def test_a_backend_of_another_name_does_the_same(sharded, tmp_path):

@@ -32,6 +32,10 @@ class Source:
 
 @pytest.fixture
 def stub(monkeypatch):
+    return stub_of_vllm(monkeypatch)
+
+
+def stub_of_vllm(monkeypatch):
     """The names of vLLM that the plugin uses."""
     from dataclasses import dataclass, field
 
@@ -173,6 +177,89 @@ def test_parameters_on_a_gpu_are_read_onto_it(stub, tmp_path, monkeypatch, drive
     # Of rows a part of which is wanted, all is read.
     assert gpu.copied() == 4 * (len(rows) if ranks == 1 else 100 << 10)
     _onto.Gpu.let_go()
+
+
+RANK_ON_FAKE = """
+import json, sys, types
+sys.path.insert(0, sys.argv[1])
+import pytest, torch, torch.distributed as dist
+from package.test_vllm import Source, stub_of_vllm
+from package.torch_on_fake import in_a_process
+gpu, rank, folder = in_a_process(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[5]}", rank=rank, world_size=2)
+patch = pytest.MonkeyPatch()
+stub = stub_of_vllm(patch)
+stub.group.world_size, stub.group.device, stub.group.device_group = 2, torch.device("cuda", 0), dist.group.WORLD
+from dmalane import vllm
+from dmalane._frameworks import converter
+patch.setattr("dmalane._lend.converter", converter)
+vllm.register()
+registered = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"]
+
+class Model:
+    def parameters(self):
+        return iter([types.SimpleNamespace(device=torch.device("cuda", 0))])
+
+def load_weights(loader, model, config):
+    for name, tensor in loader._get_weights_iterator(Source(folder)):
+        assert bytes(tensor.flatten().numpy()) == bytes([int(name.split(".")[-2])]) * (1 << 20), name
+
+registered.__bases__[0].load_weights = load_weights
+registered(stub.LoadConfig(model_loader_extra_config={"distributed": True})).load_weights(Model(), None)
+print(json.dumps({name: count - gpu.begun[name] for name, count in gpu.counts().items()}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_share_the_reads_onto_their_gpus(tmp_path, driver):
+    """With `distributed`; each rank has a CUDA driver in software of its own."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    tensors = {f"layers.{n}.w": ("U8", [1024, 1024], bytes([n]) * (1 << 20)) for n in range(8)}
+    write_model(tmp_path / "m.safetensors", tensors)
+    words = [str(Path(__file__).parents[1]), str(driver.path)], [str(tmp_path), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK_ON_FAKE, *words[0], str(rank), *words[1]],
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    done = [rank.communicate(timeout=300) for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(err for _, err in done)
+    counts = [json.loads(out.strip().splitlines()[-1]) for out, _ in done]
+    assert sum(count["bytes that were copied"] for count in counts) == 8 << 20, "each byte crosses one link"
+    for count in counts:
+        assert count["bytes from memory that is not registered"] == 0 < count["bytes that were copied"]
+        assert 1 < count["registrations"] <= 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["xpu", "cuda"])
+def test_parameters_on_other_devices_come_from_pinned_memory(stub, tmp_path, monkeypatch, kind, ranks):
+    """XPU, and ROCm, which PyTorch calls "cuda"."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from dmalane import _onto, vllm
+    from dmalane._frameworks import converter
+    from package.torch_on_fake import OnOther
+
+    monkeypatch.setattr("dmalane._lend.converter", converter)
+    monkeypatch.setattr(_onto.Pinned, "_open", {})
+    other = OnOther(torch, monkeypatch, kind)
+    rows = os.urandom(1 << 20)
+    write_model(tmp_path / "m.safetensors", {f"layers.{n}.w": ("U8", [1024, 1024], rows) for n in range(4)})
+    vllm.register()
+    registered = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"]
+    stub.group.world_size = ranks
+    there = torch.device(kind, 0)
+    model = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=there)]))
+
+    def load_weights(loader, model, config):
+        for name, tensor in loader._get_weights_iterator(Source(tmp_path)):
+            assert ranks == 1 or tensor.device == there
+            assert bytes(tensor.narrow(0, 7, 512).clone().flatten().numpy()) == rows[7 << 10 : 519 << 10], name
+
+    monkeypatch.setattr(registered.__bases__[0], "load_weights", load_weights, raising=False)
+    registered(stub.LoadConfig()).load_weights(model, None)
+    assert other.bytes == {True: (4 << 20) // ranks, False: 0}
 
 
 RANK = """

@@ -4,7 +4,9 @@ Its tensors "on the GPU" lie in host memory that the driver takes for the GPU's:
 """
 
 import contextlib
+import math
 import types
+from bisect import bisect, insort
 
 import ml_dtypes
 import numpy as np
@@ -95,11 +97,29 @@ class OnFake:
 
     def __init__(self, torch, driver, monkeypatch):
         self.torch, self.driver, self.adopted, self.waits = torch, driver, [], 0
+        # Bytes that PyTorch itself copied to the GPU from memory of the host: none of it is registered.
+        self.unregistered = 0
+        # Where the memory of the GPU begins and ends, in order.
+        self.places = []
         # Allocations that fail from now on, by their number.
         self.failing = set()
         monkeypatch.setenv("DMALANE_CUDA_LIB", str(driver.path))
         monkeypatch.setitem(__import__("sys").modules, "torch", torch)
-        empty = torch.empty
+        empty, copy, to = torch.empty, torch.Tensor.copy_, torch.Tensor.to
+
+        def noted(target, source, non_blocking=False):
+            if self.has(target) and not self.has(source):
+                self.unregistered += source.nbytes
+            return copy(target, source)
+
+        def moved(tensor, device):
+            if not str(device).startswith("cuda"):
+                return to(tensor, device)
+            self.unregistered += tensor.nbytes
+            return tensor
+
+        monkeypatch.setattr(torch.Tensor, "copy_", noted)
+        monkeypatch.setattr(torch.Tensor, "to", moved)
 
         def on_gpu(shape, *, dtype, device=None, pin_memory=False):
             if device is None or torch.device(device).type == "cpu":
@@ -127,21 +147,57 @@ class OnFake:
             nbytes = tensor.numel() * tensor.dtype.itemsize
             self.driver.control(f"adopt {tensor.data_ptr()} {nbytes}")
             self.adopted.append(tensor)
+            insort(self.places, (tensor.data_ptr(), tensor.data_ptr() + nbytes))
         return tensor
 
-    def calls(self, name):
-        return self.driver.control(f"calls {name}")
+    def has(self, tensor):
+        """Whether its memory is the GPU's."""
+        at = bisect(self.places, (tensor.data_ptr(), math.inf))
+        return at > 0 and tensor.data_ptr() < self.places[at - 1][1]
+
+    def calls(self, *names):
+        return sum(self.driver.control(f"calls {name}") for name in names)
+
+    def counts(self):
+        """What has been done so far that takes the same time however many bytes it is for."""
+        return {
+            "registrations": self.calls("cuMemHostRegister_v2", "cuMemHostAlloc"),
+            "allocations": self.calls("cuMemCreate", "cuMemAddressReserve", "cuMemMap"),
+            "synchronisations": self.calls("cuCtxSynchronize", "cuStreamSynchronize", "cuStreamWaitEvent"),
+            "waits for PyTorch's stream": self.waits,
+            "tensors that PyTorch allocated": len(self.adopted),
+            "bytes from memory that is not registered": self.driver.control("unregistered") + self.unregistered,
+            "bytes that were copied": self.copied(),
+        }
 
     def copied(self):
         return self.driver.control("copied")
 
 
+def in_a_process(path):
+    """A GPU of a process of its own, with PyTorch on it; to be called before dmalane has opened a driver.
+
+    What PyTorch makes on the GPU but by `empty` is small, and the group's, which has host memory here."""
+    import pytest
+    import torch
+    from package.fake_driver import FakeDriver
+
+    driver = FakeDriver(path)
+    driver.begin()
+    gpu = OnFake(torch, driver, pytest.MonkeyPatch())
+    tensor = torch.tensor
+    torch.tensor = lambda data, device=None, **options: tensor(data, **options)
+    gpu.begun = gpu.counts()
+    return gpu
+
+
 class OnOther:
     """Puts a module of PyTorch on an accelerator that is none of CUDA's: its memory is the host's, and copies to it are
-    counted, by whether they come from memory that was pinned."""
+    counted, by whether they come from memory that was pinned. On ROCm it is called "cuda"."""
 
-    def __init__(self, torch, monkeypatch):
-        self.torch, self.pinned, self.bytes = torch, [], {True: 0, False: 0}
+    def __init__(self, torch, monkeypatch, kind="xpu"):
+        self.torch, self.pinned, self.bytes, self.kind = torch, [], {True: 0, False: 0}, kind
+        monkeypatch.setattr(torch.version, "hip", "7.2" if kind == "cuda" else None)
         monkeypatch.setitem(__import__("sys").modules, "torch", torch)
         empty, copy, to = torch.empty, torch.Tensor.copy_, torch.Tensor.to
         there = []
@@ -150,7 +206,7 @@ class OnOther:
             tensor = empty(shape, dtype=dtype)
             if pin_memory:
                 self.pinned.append(tensor)
-            elif device is not None and torch.device(device).type == "xpu":
+            elif device is not None and torch.device(device).type == kind:
                 there.append(tensor)
             return tensor
 
@@ -159,12 +215,12 @@ class OnOther:
             return any(one.data_ptr() <= at < one.data_ptr() + one.nbytes for one in tensors)
 
         def noted(target, source, non_blocking=False):
-            if within(there, target):
+            if within(there, target) and not within(there, source):
                 self.bytes[within(self.pinned, source)] += source.nbytes
             return copy(target, source)
 
         def moved(tensor, device):
-            if str(device).startswith("xpu"):
+            if str(device).startswith(kind):
                 self.bytes[False] += tensor.nbytes
                 return tensor
             return to(tensor, device)
@@ -174,5 +230,5 @@ class OnOther:
         monkeypatch.setattr(torch.Tensor, "to", moved)
         event = types.SimpleNamespace(synchronize=lambda: None, record=lambda: None)
         monkeypatch.setattr(torch, "Event", lambda device: event, raising=False)
-        accelerator = types.SimpleNamespace(current_accelerator=lambda: torch.device("xpu"))
+        accelerator = types.SimpleNamespace(current_accelerator=lambda: torch.device(kind))
         monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)

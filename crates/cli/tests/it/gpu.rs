@@ -1,5 +1,7 @@
 //! A GPU in every command: the first of Vulkan under the validation layers, and the fake CUDA driver.
 
+use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::Path;
 
 use serde_json::Value;
@@ -83,5 +85,54 @@ fn cuda_in_every_command() {
     let library = dmalane_fake_cuda::library();
     for binds in ["", ",vmm"] {
         in_every_command(None, &format!("cuda:0{binds},lib={}", library.display())).unwrap();
+    }
+}
+
+/// Writes five files with `count` tensors of zeroes, of `bytes` bytes in all, which take no space on the disk.
+fn sparse_model(folder: &Path, bytes: u64, count: u64) {
+    let (each, len) = (count / 5, bytes / count);
+    for shard in 0..5 {
+        let tensor = |n: u64| {
+            let (start, end) = (n * len, (n + 1) * len);
+            format!(r#""layer.{shard}.{n}":{{"dtype":"U8","shape":[{len}],"data_offsets":[{start},{end}]}}"#)
+        };
+        let mut header = format!("{{{}}}", (0..each).map(tensor).collect::<Vec<_>>().join(","));
+        header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+        let mut file =
+            std::fs::File::create(folder.join(format!("model-0000{}-of-00005.safetensors", shard + 1))).unwrap();
+        file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+        file.write_all(header.as_bytes()).unwrap();
+        file.set_len(8 + header.len() as u64 + each * len).unwrap();
+    }
+}
+
+/// Loads a model of five files onto the driver in software, which keeps no contents; what that has counted, by name.
+fn counts_of_load(bytes: u64, count: u64) -> BTreeMap<String, u64> {
+    let folder = tempfile::tempdir().unwrap();
+    sparse_model(folder.path(), bytes, count);
+    let (library, counts) = (dmalane_fake_cuda::library(), folder.path().join("counts"));
+    let mut command = std::process::Command::new(DMALANE);
+    command.args(["load", "-d", &format!("cuda:0,lib={}", library.display())]).arg(folder.path());
+    command.env("FAKE_CUDA_SETTINGS", "memory 4294967296;idle 1;delay 0").env("FAKE_CUDA_COUNTS", &counts);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = std::fs::read_to_string(&counts).unwrap();
+    let pairs = text.lines().map(|line| line.split_once(' ').unwrap());
+    pairs.map(|(name, count)| (name.to_owned(), count.parse().unwrap())).collect()
+}
+
+/// Of 64 MiB in 100 tensors and of 1 GiB in 10 000: nothing but registered memory is copied from, and memory is
+/// registered, allocated and waited for as often. Each file has an allocation, and a wait before that is freed.
+#[test]
+fn a_load_onto_cuda_registers_and_allocates_as_often_for_every_size() {
+    for (bytes, count) in [(64 << 20, 100), (1 << 30, 10_000)] {
+        let counts = counts_of_load(bytes, count);
+        let of = |name: &str| counts.get(name).copied().unwrap_or(0);
+        assert_eq!((of("copied"), of("unregistered"), of("violations")), (bytes / count * count, 0, 0), "{counts:?}");
+        // The staging buffers, of which sources with latency have more than three, and a page to ask the driver.
+        assert!((1..=10).contains(&of("cuMemHostRegister_v2")) && of("cuMemHostAlloc") == 0, "{counts:?}");
+        let allocated = ["cuMemCreate", "cuMemMap", "cuMemAddressReserve"].map(of);
+        let waits = ["cuCtxSynchronize", "cuStreamSynchronize", "cuStreamWaitEvent"].map(of);
+        assert_eq!((allocated, waits), ([5, 5, 1], [5, 2, 0]), "{counts:?}");
     }
 }

@@ -13,7 +13,7 @@ use crate::device::OpenDevice;
 use crate::error::Error;
 use crate::fill::{FillError, Watch};
 use crate::parts::{Places, Runs, add_run};
-use crate::read::{ReadFiles, ReadOptions, ReadTo, read};
+use crate::read::{ReadFiles, ReadTo, read};
 
 /// A part of a tensor, and its place in a buffer.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -103,9 +103,7 @@ pub(super) fn read_parts(
         tensors.push(placed.collect());
     }
     let sources = files.iter().map(|file| file.open()).collect::<Result<Vec<_>, _>>()?;
-    let mut options = ReadOptions { mode: reader.mode, threads: reader.threads, ..ReadOptions::default() };
-    options.fill.hash_regions = expected::hash_regions(&tensors);
-    let mut watch = reader.while_open(watch);
+    let (options, mut watch) = (reader.options(&tensors), reader.while_open(watch));
     // What the limit leaves is for the staging buffers, and no less than they take at least.
     let (least, most) = device.staging.bounds();
     let staging = (reader.budget.limit() - reader.budget.used()).clamp(least, most);

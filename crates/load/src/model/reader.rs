@@ -86,6 +86,14 @@ impl Reader {
         Ok(filled.buffers)
     }
 
+    /// Settings of a job that reads these tensors. Each of a given number of threads reads a block at a time.
+    pub fn options(&self, tensors: &[Vec<Placed<'_>>]) -> ReadOptions {
+        let mut options = ReadOptions { mode: self.mode, threads: self.threads, ..ReadOptions::default() };
+        options.fill.depth = self.threads.map(|_| 1);
+        options.fill.hash_regions = expected::hash_regions(tensors);
+        options
+    }
+
     pub fn fill(
         &self,
         heap: &Pool,
@@ -95,9 +103,7 @@ impl Reader {
         watch: &mut Watch<'_>,
     ) -> Result<ReadFiles, Error> {
         let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
-        let watch = self.while_open(watch);
-        let mut options = ReadOptions { mode: self.mode, threads: self.threads, ..ReadOptions::default() };
-        options.fill.hash_regions = expected::hash_regions(tensors);
+        let (options, watch) = (self.options(tensors), self.while_open(watch));
         Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)
     }
 
