@@ -297,7 +297,7 @@ impl Keeper {
                     self.keep(number)
                 }
             }
-            Ok(KeeperAsk::Attach { name, from, on_device }) => self.attach(user, &name, from, on_device),
+            Ok(KeeperAsk::Attach { name, from, device }) => self.attach(user, &name, from, device.as_deref()),
             Ok(KeeperAsk::Room { bytes }) => self.room(number, bytes),
             Ok(KeeperAsk::Drop { name }) => self.drop_model(user, &name),
             Ok(KeeperAsk::List) => {
@@ -323,9 +323,9 @@ impl Keeper {
         user: u32,
         name: &str,
         from: usize,
-        on_device: bool,
+        device: Option<&str>,
     ) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
-        let found = self.shelf.find(user, name, on_device).inspect_err(|_| self.shelf.misses += 1)?;
+        let found = self.shelf.find(user, name, device).inspect_err(|_| self.shelf.misses += 1)?;
         let kept = &mut self.shelf.models[found];
         if kept.user != user && kept.checked != Checked::Here {
             return Err((KeepRefusal::Checking, format!("{name:?} is being compared with its manifest")));
@@ -479,11 +479,11 @@ impl Keeper {
     }
 
     fn drop_model(&mut self, user: u32, name: &str) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
-        let found = self.shelf.find(user, name, false)?;
+        let found = self.shelf.find(user, name, None)?;
         if self.shelf.models[found].user != user {
             return Err((KeepRefusal::Absent, format!("{name:?} is another user's")));
         }
-        // With it the one of its name that is in other memory.
+        // With it those of its name that are in other memory.
         let named = self.shelf.models[found].model.name.clone();
         let is_it = |kept: &mut Kept| kept.user == user && kept.model.name == named;
         let dropped: Vec<Kept> = self.shelf.models.extract_if(.., is_it).collect();

@@ -10,7 +10,7 @@ use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
-use dmalane::load::kept::{KeeperClient, socket_path};
+use dmalane::load::kept::{KeepOptions, KeeperClient, attach_or_keep_on, socket_path};
 use dmalane::load::{BadAlign, Block, Error, Loaded, LoadedFile, OpenDevice, TensorAlign, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement, error_chain};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
@@ -22,6 +22,7 @@ use crate::interrupt;
 use crate::manifest::ManifestOf;
 use crate::memory::{Buffer, Described, Tensor};
 use crate::of_process::OfProcess;
+use crate::open::mode;
 use crate::report;
 
 /// How often somebody who waits for a device looks whether it is free.
@@ -67,6 +68,11 @@ impl Device {
                 Err(TryLockError::WouldBlock) => thread::sleep(EVERY),
             }
         }
+    }
+
+    /// The name under which its memory is lent to other processes; `None` where it cannot be.
+    pub(crate) fn lends_as(&self) -> Result<Option<String>, Failure> {
+        Ok(lock(&self.device)?.lending().ok().map(|lending| lending.device().to_owned()))
     }
 
     /// A tensor for each of what is on the device.
@@ -192,6 +198,23 @@ impl Device {
         let loaded = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |_| -> Result<_, Failure> {
             let keeper = KeeperClient::connect(&socket_path()).map_err(Error::from)?;
             Ok(keeper.attach_onto(name, &mut *lock(&self.device)?, verify)?)
+        })?;
+        self.tensors(py, loaded?)
+    }
+
+    /// As `attach`, to the model that was kept from these files, which is kept now if there is none.
+    fn attach_or_keep(
+        &self,
+        py: Python<'_>,
+        paths: Vec<PathBuf>,
+        direct: Option<bool>,
+        manifest: Option<ManifestOf>,
+    ) -> PyResult<Vec<DeviceTensor>> {
+        let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
+        let options = KeepOptions { manifest, mode: mode(direct), ..KeepOptions::default() };
+        let loaded = interrupt::run(py, u64::MAX, None, |progress| -> Result<_, Failure> {
+            let watch = |event| progress.watch(&event);
+            Ok(attach_or_keep_on(&mut *lock(&self.device)?, &paths, &options, watch)?)
         })?;
         self.tensors(py, loaded?)
     }
@@ -422,6 +445,13 @@ impl DeviceTensor {
     #[getter]
     pub(crate) fn address(&self) -> Option<u64> {
         self.address.map(|at| at.bits())
+    }
+
+    /// The same memory as bytes, whatever their type.
+    fn in_bytes(&self) -> Self {
+        let (on, name, dtype) = (self.on.clone(), self.name.clone(), "U8".to_owned());
+        let Self { file, index, nbytes, address, .. } = *self;
+        Self { on, file, index, name, dtype, shape: vec![nbytes], nbytes, address }
     }
 
     /// Reads the tensor back through the device's address space.

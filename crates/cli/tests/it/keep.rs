@@ -223,6 +223,37 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
 }
 
 #[test]
+fn each_gpu_has_a_copy_of_its_own() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "8MiB"]));
+    fake.set("gpus", 3);
+    sample(keeping.at("m.safetensors"), 1 << 20, 1);
+    let path = [keeping.at("m.safetensors")];
+    let open = |gpu: u32| dmalane::open(&format!("cuda:{gpu},lib={}", fake.path())).unwrap();
+    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let watch = |_| ControlFlow::Continue(());
+    let attach = |device: &mut OpenDevice| {
+        let before = fake.copied();
+        let loaded = kept::attach_or_keep_on(device, &path, &options, watch).unwrap();
+        let bytes = read_back(device, &loaded.files[0], 0);
+        device.unload(loaded).unwrap();
+        (bytes, fake.copied() > before)
+    };
+    let [first, second, again] = [1, 0, 1].map(|gpu| attach(&mut open(gpu)));
+    assert!(first.0 == second.0 && first.0 == again.0 && !first.0.is_empty());
+    assert_eq!([first.1, second.1, again.1], [true, true, false], "neither takes the other one's place");
+    let keeper = KeeperClient::connect(&keeping.socket()).unwrap();
+    let elsewhere = keeper.attach_onto("m", &mut open(2), false).unwrap_err();
+    assert!(error_chain(&elsewhere).contains("and this device is GPU-a2a2a2a2-"), "{elsewhere}");
+    // For who can use either, the one in the host's memory is better than another GPU's.
+    kept::keep(&path, &options, watch).unwrap();
+    assert!(keeper.attach_rather("m", Some("GPU-a2")).is_ok() && keeper.attach("m").is_ok());
+    assert_eq!(keeping.json(&["kept", "--json"])["models"].as_array().unwrap().len(), 3);
+    assert!(keeping.run(&["drop", "m"]).status.success());
+    assert_eq!(keeping.json(&["kept", "--json"])["models"].as_array().unwrap().len(), 0);
+    fake.assert_clean("one for each GPU");
+}
+
+#[test]
 fn an_array_by_columns_is_not_kept_on_a_gpu() {
     let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
     let head = "{'descr': '|u1', 'fortran_order': True, 'shape': (2, 3), }";

@@ -12,9 +12,10 @@ use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
 use rustix::fs::FlockOperation;
 
-use super::client::{Attached, KeeperClient, socket_path};
+use super::client::{Attached, KeeperClient, manifest_of, socket_path};
 use super::describe::{KeptEntry, KeptModel, KeptPlaces, NOT_SHARED, SCHEMA, Stamp, check_name, sealed_text};
 use super::error::KeepError;
+use super::on_device::map_onto;
 use super::wire::KeepRefusal;
 use crate::device::{Loaded, OpenDevice};
 use crate::difference::Difference;
@@ -57,21 +58,30 @@ impl KeepOptions {
         check_name(&name).map(|()| name.clone()).map_err(no_name)
     }
 
-    /// A model that was lent, if it is of these files as they are, with the hashes that are wanted.
-    fn accept(&self, lent: Attached, files: &[OpenFile]) -> Result<Option<Attached>, Error> {
-        let mut is_same = files.len() == lent.model.files.len();
-        for (kept, (set, file)) in lent.model.files.iter().zip(lent.files().iter().zip(files)) {
-            is_same = is_same && kept.from == stamp(file)? && set.listed == file.listed;
+    /// A model that was lent, if it is of these files as they are, with the hashes that are wanted, in memory of this
+    /// device or of the host.
+    fn accept(
+        &self,
+        lent: Vec<OwnedFd>,
+        device: Option<&str>,
+        files: &[OpenFile],
+    ) -> Result<Option<Vec<OwnedFd>>, Error> {
+        let bad = || KeepError::Bad { what: "a kept model".to_owned(), why: "it has no description".to_owned() };
+        let [first, manifest, ..] = &lent[..] else { return Err(bad().into()) };
+        let model = KeptModel::read(first)?;
+        let mut is_same = model.device.as_deref() == device && files.len() == model.files.len();
+        for (kept, file) in model.files.iter().zip(files) {
+            is_same = is_same && kept.from == stamp(file)? && kept.listed().as_ref() == file.listed.as_deref();
         }
         if !is_same {
             return Ok(None);
         }
-        let lens = lent.model.files.iter().map(|file| (Path::new(&file.name), file.bytes));
+        let lens = model.files.iter().map(|file| (Path::new(&file.name), file.bytes));
         let expected = self.manifest.expect(lens)?;
         if !expected.is_empty() {
             let has_sha256 =
                 |mut regions: std::slice::Iter<'_, ManifestRegion>| regions.any(|r| r.digest.sha256.is_some());
-            let found = lent.manifest()?;
+            let found = manifest_of(&model, manifest)?;
             let is_wanted = expected.iter().flatten().any(|file| has_sha256(file.regions.iter()));
             if is_wanted && !found.files.iter().all(|file| has_sha256(file.regions.iter())) {
                 return Ok(None);
@@ -134,15 +144,41 @@ fn keep_in<P: AsRef<Path>>(
 pub fn attach_or_keep<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
-    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<Attached, Error> {
+    Ok(Attached::new(lent_or_kept(None, paths, options, watch)?)?)
+}
+
+/// As [`attach_or_keep`], in memory of a device ([`keep_on`]), as [`KeeperClient::attach_onto`].
+///
+/// # Errors
+/// As of [`keep_on`], and of [`KeeperClient::attach_onto`].
+pub fn attach_or_keep_on<P: AsRef<Path>>(
+    device: &mut OpenDevice,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Loaded, Error> {
+    let lent = lent_or_kept(Some(device), paths, options, watch)?;
+    map_onto(device, lent, false)
+}
+
+/// The descriptors of a model that was kept from these files, or is now.
+fn lent_or_kept<P: AsRef<Path>>(
+    mut device: Option<&mut OpenDevice>,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Vec<OwnedFd>, Error> {
+    let lending = device.as_deref().map(OpenDevice::lending).transpose().map_err(cannot_lend)?;
+    let on = lending.as_ref().map(|lending| lending.device());
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
     let name = options.name_for(&paths)?;
     let keeper = options.keeper()?;
     let files = open(&paths)?;
-    let attach = |name: &str| match keeper.attach(name) {
-        Ok(lent) => options.accept(lent, &files),
-        Err(KeepError::Refused { kind: KeepRefusal::Absent, .. } | KeepError::Elsewhere { .. }) => Ok(None),
+    let attach = |name: &str| match keeper.lent(name, on) {
+        Ok(lent) => options.accept(lent, on, &files),
+        Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) => Ok(None),
         Err(error) => Err(error.into()),
     };
     if let Some(lent) = attach(&name)? {
@@ -165,7 +201,7 @@ pub fn attach_or_keep<P: AsRef<Path>>(
     }
     check_model(&files)?;
     for _ in 0..TRIES {
-        let model = keep_files(&keeper, name.clone(), &files, options, None, &mut watch)?;
+        let model = keep_files(&keeper, name.clone(), &files, options, device.as_deref_mut(), &mut watch)?;
         // Another model may have its name by now; one of the same hash may leave out other tensors.
         for called in [&name, &model.id] {
             if let Some(lent) = attach(called)? {

@@ -29,9 +29,9 @@ pub enum KeeperAsk {
         name: String,
         /// The first descriptor that is wanted.
         from: usize,
-        /// Rather the one in memory of a device, where there is one of this name there and one in the host's.
+        /// Of several of that name, rather the one in memory of this device; the one in the host's without.
         #[serde(default)]
-        on_device: bool,
+        device: Option<String>,
     },
     /// Makes room for a model, which stays this connection's until it is kept or the connection ends.
     Room {
