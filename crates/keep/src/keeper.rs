@@ -298,7 +298,10 @@ impl Keeper {
                 }
             }
             Ok(KeeperAsk::Attach { name, from, device }) => self.attach(user, &name, from, device.as_deref()),
-            Ok(KeeperAsk::Room { bytes }) => self.room(number, bytes),
+            Ok(KeeperAsk::Room { on_device: true, .. }) if !is_ours(user) => {
+                Err((KeepRefusal::Bad, NOT_OURS.to_owned()))
+            }
+            Ok(KeeperAsk::Room { bytes, .. }) => self.room(number, bytes),
             Ok(KeeperAsk::Drop { name }) => self.drop_model(user, &name),
             Ok(KeeperAsk::List) => {
                 let list = serde_json::to_vec(&self.shelf.list(user)).unwrap_or_default();
@@ -385,11 +388,9 @@ impl Keeper {
                 return Err((KeepRefusal::Bad, why));
             }
         };
-        if model.device.is_some() && user != rustix::process::geteuid().as_raw() {
+        if model.device.is_some() && !is_ours(user) {
             self.closers.close(user, fds);
-            // What such a descriptor is cannot be asked, and to close it may take any time.
-            let why = "a keeper keeps memory of a device for its own user alone";
-            return Err((KeepRefusal::Bad, why.to_owned()));
+            return Err((KeepRefusal::Bad, NOT_OURS.to_owned()));
         }
         if bytes > promised
             && let Err(refused) = self.room(number, bytes)
@@ -397,10 +398,13 @@ impl Keeper {
             self.closers.close(user, fds);
             return Err(refused);
         }
+        let is_other = |kept: &&Kept| kept.is(user, &model) && kept.model.id != model.id;
+        let replaced = self.shelf.models.iter().find(is_other).map(|kept| kept.model.id.clone());
         let name = self.shelve(user, fds, (model, bytes), None);
         self.connections.entry(number).and_modify(|connection| connection.promised = 0);
-        (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes"));
-        Ok((KeeperAnswer::Done, Vec::new()))
+        let of = replaced.as_ref().map_or(String::new(), |id| format!(", in place of {id}"));
+        (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes{of}"));
+        Ok((KeeperAnswer::Kept { replaced }, Vec::new()))
     }
 
     /// Adds a model, in place of another one of its name, or one that the store has under a number; returns the name.
@@ -491,6 +495,15 @@ impl Keeper {
         dropped.into_iter().for_each(|kept| self.release(kept));
         Ok((KeeperAnswer::Done, Vec::new()))
     }
+}
+
+/// Why others' memory of a device is not kept: what such a descriptor is cannot be asked, and to close it may take any
+/// time.
+const NOT_OURS: &str = "a keeper keeps memory of a device for its own user alone";
+
+/// Whether this is the keeper's own user.
+fn is_ours(user: u32) -> bool {
+    user == rustix::process::geteuid().as_raw()
 }
 
 /// A reason that fits a message.

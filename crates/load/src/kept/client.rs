@@ -212,26 +212,29 @@ impl KeeperClient {
         Ok(all)
     }
 
-    /// Asks for room, which is this connection's.
+    /// Asks for room, which is this connection's, for a model whose files are there or in memory of a device.
     ///
     /// # Errors
     /// [`KeepError`].
-    pub fn room(&self, bytes: u64) -> Result<(), KeepError> {
-        self.ask(&KeeperAsk::Room { bytes }, &[]).map(drop)
+    pub fn room(&self, bytes: u64, on_device: bool) -> Result<(), KeepError> {
+        self.ask(&KeeperAsk::Room { bytes, on_device }, &[]).map(drop)
     }
 
     /// Has a model kept: its description, its manifest, and its files, all in sealed memfds, or its files in memory of
-    /// a device.
+    /// a device. Returns the hash of another model, if it takes the place of one.
     ///
     /// # Errors
     /// [`KeepError`].
-    pub fn keep(&self, fds: &[OwnedFd]) -> Result<(), KeepError> {
+    pub fn keep(&self, fds: &[OwnedFd]) -> Result<Option<String>, KeepError> {
         let mut parts = fds.chunks(MAX_FDS).peekable();
         while let Some(part) = parts.next() {
             let fds: Vec<_> = part.iter().map(AsFd::as_fd).collect();
             self.send(&KeeperAsk::Keep { more: parts.peek().is_some() }, &fds)?;
         }
-        self.answer().map(drop)
+        match self.answer()?.0 {
+            KeeperAnswer::Kept { replaced } => Ok(replaced),
+            _ => Ok(None),
+        }
     }
 
     /// Has one of the user's own models lent no more. Its memory is free once nobody is attached.

@@ -25,4 +25,4 @@ pub use client::{Attached, KeeperClient, attach, name_in, socket_path};
 pub use describe::{KeptEntry, KeptModel, KeptPlaces, Stamp, check_name, read_text, sealed_text};
 pub use error::KeepError;
 pub use file::KeptFile;
-pub use keep::{KeepOptions, attach_or_keep, attach_or_keep_on, check, keep, keep_on};
+pub use keep::{KeepOptions, attach_on, attach_or_keep, attach_or_keep_on, check, keep, keep_on};

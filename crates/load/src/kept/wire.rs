@@ -37,6 +37,9 @@ pub enum KeeperAsk {
     Room {
         /// Bytes of its files.
         bytes: u64,
+        /// The files are in memory of a device, which not everybody may keep.
+        #[serde(default)]
+        on_device: bool,
     },
     /// Keeps a model, whose descriptors come with this message, and the ones after it while there are `more`.
     Keep {
@@ -59,6 +62,11 @@ pub enum KeeperAsk {
 pub enum KeeperAnswer {
     /// Done.
     Done,
+    /// A model is kept.
+    Kept {
+        /// The hash of another model, whose place it has taken.
+        replaced: Option<String>,
+    },
     /// The descriptors come with it.
     Lent {
         /// How many there are in all.
