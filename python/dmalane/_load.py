@@ -14,7 +14,7 @@ from ._lend import safe_open
 from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
 from ._onto import Gpu, Pinned, on_cuda
-from .errors import DeviceError, UnknownTensorError
+from .errors import DeviceError, KeptError, UnknownTensorError
 
 
 @overload
@@ -102,7 +102,7 @@ def load_file(
         raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
     on = on or _device_of(framework, device)
     if keep:
-        lent = on.attach_or_keep(paths_of(filename), direct, manifest_of(verify))
+        lent = on.attach_or_keep(paths_of(filename), direct, manifest_of(verify), True)
         if watch:
             watch(*[sum(tensor.nbytes for tensor in lent)] * 2)
         return _lent(lent, framework, device)
@@ -133,6 +133,17 @@ def attach(
         with safe_open("", framework, device, _files=files) as f:
             return _moved(f, None)
     return load_file(f"kept:{name.removeprefix('kept:')}", framework, on)
+
+
+def kept_on_gpu(filename: Paths, device: Any, verify: Manifest | None) -> dict[str, Any] | None:
+    """The tensors of PyTorch of a model that was kept from these files in memory of a GPU; None if there is none."""
+    try:
+        on = _device_of("pt", device)
+        lent = on and on.attach_or_keep(paths_of(filename), None, manifest_of(verify), False)
+    except KeptError:
+        # As it may be said for the host's memory.
+        return None
+    return None if lent is None else _lent(lent, "pt", device)
 
 
 def _device_of(framework: Framework, device: Any) -> Device | None:

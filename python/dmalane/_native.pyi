@@ -119,8 +119,8 @@ class Device:
         """Its name, notes, free bytes, and its regions of memory."""
     def attach(self, name: str, verify: bool) -> list[DeviceTensor]: ...
     def attach_or_keep(
-        self, paths: list[str], direct: bool | None, manifest: str | None
-    ) -> list[DeviceTensor]: ...
+        self, paths: list[str], direct: bool | None, manifest: str | None, keep: bool
+    ) -> list[DeviceTensor] | None: ...
     def load(
         self,
         paths: Sequence[str | os.PathLike[str]],

@@ -10,7 +10,7 @@ use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
-use dmalane::load::kept::{KeepOptions, KeeperClient, attach_or_keep_on, socket_path};
+use dmalane::load::kept::{KeepOptions, KeeperClient, attach_on, attach_or_keep_on, socket_path};
 use dmalane::load::{BadAlign, Block, Error, Loaded, LoadedFile, OpenDevice, TensorAlign, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement, error_chain};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
@@ -19,10 +19,9 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::failure::Failure;
 use crate::interrupt;
-use crate::manifest::ManifestOf;
+use crate::manifest::{ManifestOf, mode};
 use crate::memory::{Buffer, Described, Tensor};
 use crate::of_process::OfProcess;
-use crate::open::mode;
 use crate::report;
 
 /// How often somebody who waits for a device looks whether it is free.
@@ -202,21 +201,27 @@ impl Device {
         self.tensors(py, loaded?)
     }
 
-    /// As `attach`, to the model that was kept from these files, which is kept now if there is none.
+    /// As `attach`, to the model that was kept from these files. If there is none, it is kept now with `keep`, or else
+    /// this is `None`.
     fn attach_or_keep(
         &self,
         py: Python<'_>,
         paths: Vec<PathBuf>,
         direct: Option<bool>,
         manifest: Option<ManifestOf>,
-    ) -> PyResult<Vec<DeviceTensor>> {
+        keep: bool,
+    ) -> PyResult<Option<Vec<DeviceTensor>>> {
         let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
         let options = KeepOptions { manifest, mode: mode(direct), ..KeepOptions::default() };
         let loaded = interrupt::run(py, u64::MAX, None, |progress| -> Result<_, Failure> {
             let watch = |event| progress.watch(&event);
-            Ok(attach_or_keep_on(&mut *lock(&self.device)?, &paths, &options, watch)?)
+            let device = &mut *lock(&self.device)?;
+            Ok(match keep {
+                true => Some(attach_or_keep_on(device, &paths, &options, watch)?),
+                false => attach_on(device, &paths, &options)?,
+            })
         })?;
-        self.tensors(py, loaded?)
+        loaded?.map(|loaded| self.tensors(py, loaded)).transpose()
     }
 
     /// Takes device memory; returns its address.

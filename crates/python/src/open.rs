@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane::addr::{CardAddr, FileOffset};
-use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job, Watch};
 use dmalane::load::kept::{self, Attached, KeepError, KeepOptions, KeeperClient, socket_path};
 use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
@@ -20,7 +19,7 @@ use pyo3::types::PyDict;
 use crate::device::{self, Device};
 use crate::failure::Failure;
 use crate::interrupt::{self, Progress};
-use crate::manifest::ManifestOf;
+use crate::manifest::{ManifestOf, mode};
 use crate::memory::{Buffer, Tensor};
 use crate::of_process::OfProcess;
 use crate::report;
@@ -334,12 +333,4 @@ pub(crate) fn alloc_and_read<'py>(
     let mut reads = Reads::default();
     reads.add(filled.report, methods.into_iter().map(|method| (path.clone(), method)));
     Ok((Buffer::from_shared(buffer.into_shared(), len as usize), report::of_reads(py, &reads)?))
-}
-
-pub(crate) fn mode(direct: Option<bool>) -> Mode {
-    match direct {
-        None => Mode::Auto,
-        Some(true) => Mode::Direct,
-        Some(false) => Mode::Buffered,
-    }
 }

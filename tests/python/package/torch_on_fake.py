@@ -134,8 +134,8 @@ class OnFake:
         return tensor
 
     def lent(self, tensor):
-        """`torch.from_dlpack`: a copy of what is lent, whose memory is lent as long as it lives. PyTorch ignores that it
-        is to be read alone."""
+        """`torch.from_dlpack`: a copy of what is lent, which is lent as long as that lives. PyTorch ignores the
+        flag that says to read alone."""
         assert tensor.__dlpack_device__() == (2, 0)
         capsule = Capsule(tensor.__dlpack__(max_version=(1, 0), stream=1))
         assert (capsule.name, capsule.managed.flags) == (b"dltensor_versioned", 1)
