@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from ._arguments import integer
-from ._native import Tensor
+from ._native import DeviceTensor, Tensor
 
 # A framework, by the names that safetensors has for it too.
 Framework = Literal["numpy", "np", "pt", "torch", "pytorch", "bytes"]
@@ -93,6 +93,21 @@ def _torch() -> Callable[[Tensor], Any]:
         return torch.frombuffer(tensor, dtype=dtype).view(shape)
 
     return convert
+
+
+def torch_on_gpu(tensor: DeviceTensor, device: Any) -> Any:
+    """A tensor of PyTorch over the memory of one on a GPU of CUDA, which lives as long; itself where PyTorch has no
+    such type."""
+    import torch
+
+    found = torch_type(tensor.dtype, tensor.shape)
+    if found is None:
+        return tensor
+    dtype, shape = found
+    if tensor.nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
+    # DLPack and PyTorch do not have the same types.
+    return torch.from_dlpack(tensor.in_bytes()).view(dtype).view(shape)
 
 
 def on_cpu(device: object) -> bool:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, overload
 
 from ._arguments import Manifest, Path, Paths, Progress, manifest_of, parse_size, path_of, paths_of, watched
-from ._frameworks import TORCH, Framework, converter, describe, device_name, on_cpu
+from ._frameworks import TORCH, Framework, converter, describe, device_name, on_cpu, torch_device, torch_on_gpu
 from ._last import remember
 from ._lend import safe_open
 from ._native import Buffer, Device, DeviceTensor, Files, Tensor
 from ._native import alloc_and_read as _alloc_and_read
-from ._onto import Gpu, OnGpu, Pinned, Range, moved
-from .errors import KeptError, UnknownTensorError
+from ._onto import Gpu, OnGpu, Pinned, Range, moved, on_cuda
+from .errors import DeviceError, KeptError, UnknownTensorError
 
 
 @overload
@@ -37,7 +37,9 @@ def load_file(
     framework: Literal["numpy"] = "numpy",
     *,
     device: Device,
+    direct: bool | None = None,
     verify: Manifest | None = None,
+    keep: bool = False,
     progress: Progress | bool | None = None,
 ) -> dict[str, DeviceTensor]: ...
 @overload
@@ -78,7 +80,8 @@ def load_file(
     verify: the path of a manifest, or one that `manifest` made: everything is compared with it as it arrives, and
         `IntegrityError` names the first tensor that differs.
     keep: attach to the model in the memory of the keeper (`dmalaned keep`), which gets it first if it has it not, or if
-        a file has changed. Tensors in host memory are then shared with other processes, and to be read alone.
+        a file has changed: in host memory, or in that of the GPU that `device` is. Tensors are then shared with other
+        processes, and to be read alone.
     progress: called with bytes done and in all, about 25 times a second; True for a bar of tqdm.
     """
     watch = watched(progress)
@@ -88,8 +91,9 @@ def load_file(
         tensors = files.load(align, watch)
         remember(files.report)
         return {tensor.name: convert(tensor) for tensor in tensors}
-    host = {"align": align, "memory_limit": memory_limit, "direct": direct, "keep": keep or None}
-    if framework in TORCH and not isinstance(device, Device):
+    host = {"align": align, "memory_limit": memory_limit, "direct": None if keep else direct}
+    on = _device_of(framework, device) if keep else None
+    if framework in TORCH and on is None and not isinstance(device, Device):
         if align is not None:
             raise ValueError(f"align: for host memory only, and device is {device!r}")
         options = {"memory_limit": memory_limit, "direct": direct, "verify": verify, "keep": keep}
@@ -97,11 +101,12 @@ def load_file(
             return _moved(f, watch)
     if given := [name for name, value in host.items() if value is not None]:
         raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
-    if framework not in ("numpy", "np"):
-        raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors, so leave framework out")
-    if device in get_args(Framework):
-        raise ValueError(f"device={device!r} is no device, but a framework: load_file(filename, framework={device!r})")
-    on = device if isinstance(device, Device) else Device(device_name(device))
+    on = on or _device_of(framework, device)
+    if keep:
+        lent = on.attach_or_keep(paths_of(filename), direct, manifest_of(verify), True)
+        if watch:
+            watch(*[sum(tensor.nbytes for tensor in lent)] * 2)
+        return _lent(lent, framework, device)
     on_device, report = on.load(paths_of(filename), manifest=manifest_of(verify), progress=watch)
     remember(report.copy)
     return {tensor.name: tensor for tensor in on_device}
@@ -115,25 +120,53 @@ def attach(
     name: of the model, the beginning of its hash, or `USER:NAME` for one that another user shares.
     framework, device: as of `load_file`. Tensors in host memory are shared with other processes, and to be read alone;
         what is written to one of PyTorch is a copy of this process's own. `dmalane keep -d cuda:0` keeps a model in
-        memory of a GPU: then nothing is copied there, and the `DeviceTensor`s are to be read alone.
+        memory of a GPU: then nothing is copied there, and tensors are to be read alone, of which PyTorch knows nothing:
+        a write to one is an error of the GPU, after which this process may not be able to use it.
     verify: compare the bytes with the model's manifest first, which reads all of them.
     """
-    convert, files = converter(framework), Files.attached(name, verify, not on_cpu(device))
-    if files is None and framework not in ("numpy", "np"):
-        try:
-            files = Files.attached(name, verify, False)
-        except KeptError as error:
-            why = "a model in memory of a GPU gives DeviceTensors, so leave framework out"
-            raise ValueError(f"framework={framework!r}: {why}") from error
+    convert, on = converter(framework), None if on_cpu(device) else _device_of(framework, device)
+    files = Files.attached(name, verify, on)
     if files is None:
-        on = device if isinstance(device, Device) else Device(device_name(device))
-        return {tensor.name: tensor for tensor in on.attach(name, verify)}
+        return _lent(on.attach(name, verify), framework, device)
     if on_cpu(device):
         return {tensor.name: convert(tensor) for tensor in files.load()}
     if framework in TORCH and not isinstance(device, Device):
         with safe_open("", framework, device, _files=files) as f:
             return _moved(f, None)
-    return load_file(f"kept:{name.removeprefix('kept:')}", framework, device)
+    return load_file(f"kept:{name.removeprefix('kept:')}", framework, on)
+
+
+def kept_on_gpu(filename: Paths, device: Any, verify: Manifest | None) -> dict[str, Any] | None:
+    """The tensors of PyTorch of a model that was kept from these files in memory of a GPU; None if there is none."""
+    try:
+        on = _device_of("pt", device)
+        lent = on and on.attach_or_keep(paths_of(filename), None, manifest_of(verify), False)
+    except KeptError:
+        # As it may be said for the host's memory.
+        return None
+    return None if lent is None else _lent(lent, "pt", device)
+
+
+def _device_of(framework: Framework, device: Any) -> Device | None:
+    """The device of dmalane for one; None for one of PyTorch that is no GPU of CUDA, or cannot be used here."""
+    if framework in TORCH and not isinstance(device, Device):
+        gpu = on_cuda(torch_device(device))
+        try:
+            return gpu and Device(f"cuda:{gpu.index}")
+        except DeviceError:
+            return None
+    if framework not in ("numpy", "np"):
+        raise ValueError(f"framework={framework!r}: device={device!r} gives DeviceTensors, so leave framework out")
+    if device in get_args(Framework):
+        raise ValueError(f"device={device!r} is no device, but a framework: load_file(filename, framework={device!r})")
+    return device if isinstance(device, Device) else Device(device_name(device))
+
+
+def _lent(tensors: list[DeviceTensor], framework: Framework, device: Any) -> dict[str, Any]:
+    """Tensors of a framework over memory of a GPU."""
+    if framework not in TORCH:
+        return {tensor.name: tensor for tensor in tensors}
+    return {tensor.name: torch_on_gpu(tensor, device) for tensor in tensors}
 
 
 def _moved(f: safe_open, watch: Progress | None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Files:
         keep: bool = False,
     ) -> Files: ...
     @staticmethod
-    def attached(name: str, verify: bool, on_device: bool) -> Files | None: ...
+    def attached(name: str, verify: bool, device: Device | None) -> Files | None: ...
     @staticmethod
     def opened(path: str, name: str) -> Files: ...
     def within(self, memory_limit: int) -> Files: ...
@@ -118,6 +118,9 @@ class Device:
     def info(self) -> dict[str, Any]:
         """Its name, notes, free bytes, and its regions of memory."""
     def attach(self, name: str, verify: bool) -> list[DeviceTensor]: ...
+    def attach_or_keep(
+        self, paths: list[str], direct: bool | None, manifest: str | None, keep: bool
+    ) -> list[DeviceTensor] | None: ...
     def load(
         self,
         paths: Sequence[str | os.PathLike[str]],
@@ -153,6 +156,8 @@ class DeviceTensor:
     @property
     def address(self) -> int | None:
         """The device's virtual address; None for a tensor of no bytes."""
+    def in_bytes(self) -> DeviceTensor:
+        """The same memory as bytes: of type U8, with one dimension."""
     def tobytes(self) -> bytes:
         """Reads it back through the device's address space."""
     def __dlpack__(

@@ -95,6 +95,15 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return kind is not None and isinstance(error, kind)
 
 
+def on_cuda(device: Any) -> Any:
+    """The GPU of CUDA with its number that a device of PyTorch is; None for others."""
+    import torch
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
 class Gpu:
     """A GPU of CUDA, as PyTorch and dmalane see it."""
 
@@ -120,10 +129,8 @@ class Gpu:
         """The GPU of a device of PyTorch; None for others, and where it cannot be used, which is said."""
         import torch
 
-        if device.type != "cuda" or torch.version.hip is not None:
+        if (device := on_cuda(device)) is None:
             return None
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         key = os.getpid(), device.index
         gpu = cls._open.get(key)
         if gpu is None and key not in cls._refused:

@@ -31,6 +31,7 @@ def _loader() -> type:
     from ._arguments import parse_size
     from ._last import remember
     from ._lend import safe_open
+    from ._load import kept_on_gpu
     from ._onto import Gpu, Pinned
 
     class DmalaneModelLoader(default_loader.DefaultModelLoader):
@@ -84,11 +85,16 @@ def _loader() -> type:
 
             options = dict(self._options)
             shared = options.pop("distributed", False)
-            f = safe_open(files, "pt", self._device, **options)
-            names = [name for name in f if not should_skip_weight(name, self.local_expert_ids)]
+            keeps = options.get("keep") and self._device != "cpu" and not shared
+            on_gpu = kept_on_gpu(files, self._device, options.get("verify")) if keeps else None
+            f = None if on_gpu else safe_open(files, "pt", self._device, **options)
+            names = [name for name in on_gpu or f if not should_skip_weight(name, self.local_expert_ids)]
             if shared and self.local_expert_ids is not None:
                 raise ValueError("distributed cannot be used with expert parallelism: ranks want different tensors")
-            if shared:
+            if on_gpu:
+                # Parameters copy within the GPU.
+                tensors = ((name, on_gpu[name]) for name in names)
+            elif shared:
                 from . import plan
 
                 if unused := set(options) - {"direct", "verify"}:
@@ -103,7 +109,8 @@ def _loader() -> type:
                 tensors = _later.tensors(f._files, f._reader, names, self._device, limit)
             else:
                 tensors = f.tensors(names)
-            remember(f._files.report)
+            if f is not None:
+                remember(f._files.report)
             yield from tqdm(
                 tensors,
                 total=len(names),

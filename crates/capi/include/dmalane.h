@@ -248,8 +248,8 @@ struct dml_slice {
 	uint64_t stop; /* behind the last one */
 };
 
-/* Opens files of tensors: `paths` are files, directories or indices. -EINVAL for files that are no models, and where
- * two have a tensor of one name. */
+/* Opens files of tensors: `paths` are files, directories, indices, or "kept:NAME" for a model that a keeper lends, of
+ * which nothing is read or copied. -EINVAL for files that are no models, and where two have a tensor of one name. */
 int32_t dml_model_open(const char *const *paths, size_t count, const struct dml_model_config *config, dml_model *model);
 /* Tensor `index`, from 0 in the order of the files and of their bytes, and its name, cut to `size` bytes including the
  * terminating zero; `name` may be null. -ENOENT behind the last, -EOVERFLOW for more than DML_DIMS dimensions. */
@@ -408,10 +408,16 @@ int32_t dml_target_load(dml_target target, const char *path, const char *placeme
 /* The same for a model that is open. */
 int32_t dml_target_load_model(dml_target target, dml_model model, const char *placement, uint32_t flags,
 			      dml_load *load);
+/* Attaches to a model that a keeper has in memory of the target (`dmalane keep -d`), by its name or the beginning of
+ * its hash: nothing is copied. The tensors are for reading alone. `flags` is DML_LOAD_VERIFY or 0. -ENOENT without such
+ * a model, -EINVAL where it is in other memory, -EOPNOTSUPP where the target's memory cannot be lent. */
+int32_t dml_target_attach(dml_target target, const char *name, uint32_t flags, dml_load *load);
 /* Tensor `index`, from 0 in the order of the file, and its name, cut to `size` bytes including the terminating zero;
  * `name` may be null. -ENOENT behind the last. */
 int32_t dml_load_tensor(dml_load load, uint64_t index, struct dml_tensor *tensor, char *name, size_t size);
 int32_t dml_load_find(dml_load load, const char *name, struct dml_tensor *tensor);
+/* Type and shape of tensor `index`, as of dml_model_tensor(). */
+int32_t dml_load_type(dml_load load, uint64_t index, struct dml_model_tensor *tensor, char *name, size_t size);
 /* Unbinds and frees all of it. -EBUSY while completions have not been polled. The load is gone, too, after -EIO: the
  * device is lost, and cannot be told. */
 int32_t dml_load_destroy(dml_load load);

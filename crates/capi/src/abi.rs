@@ -523,6 +523,20 @@ exported! {
         unsafe { give(tensor, DmlTensor::default(), || targets::tensor(load, None, index).map(called)) }
     }
 
+    /// Attaches to a model that is kept in memory of a device.
+    fn dml_target_attach(target: u64, name: *const c_char, flags: u32, load: *mut u64) {
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        unsafe { give(load, 0, || targets::attach(target, text(name)?, flags)) }
+    }
+
+    /// Type and shape of a tensor of a load, in the order of the file.
+    fn dml_load_type(load: u64, index: u64, tensor: *mut DmlModelTensor, name: *mut c_char, size: usize) {
+        // SAFETY: the contract of the function.
+        let called = |(found, called): (_, String)| unsafe { put_text(name, size, &called, found) };
+        // SAFETY: the contract of the function.
+        unsafe { give(tensor, DmlModelTensor::default(), || targets::describe(load, index).map(called)) }
+    }
+
     /// The tensor of this name of a load.
     fn dml_load_find(load: u64, name: *const c_char, tensor: *mut DmlTensor) {
         // SAFETY: the contract of the function: the text stays as it is during the call.

@@ -3,7 +3,7 @@
 use std::ops::{ControlFlow, Range};
 use std::sync::Mutex;
 
-use dmalane::load::{HostTensor, Next, TensorStream};
+use dmalane::load::{HostTensor, Next, Tensor, TensorStream};
 use dmalane::{HostModel, ModelOptions};
 use dmalane_vm::Errno;
 
@@ -40,7 +40,11 @@ pub(crate) fn get(model: u64) -> Result<std::sync::Arc<HostModel>, Refused> {
 pub(crate) fn describe(model: u64, index: u64) -> Result<(DmlModelTensor, String), Refused> {
     let model = get(model)?;
     let found = model.tensors().nth(usize::try_from(index).unwrap_or(usize::MAX));
-    let tensor = found.ok_or_else(|| none(index, "tensor"))?;
+    type_of(found.ok_or_else(|| none(index, "tensor"))?)
+}
+
+/// The type and the shape of a tensor, and its name.
+pub(crate) fn type_of(tensor: &Tensor) -> Result<(DmlModelTensor, String), Refused> {
     let (name, dims) = (tensor.name.clone(), tensor.dims());
     let mut described = DmlModelTensor {
         len: tensor.len,

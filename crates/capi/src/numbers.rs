@@ -6,6 +6,8 @@ use dmalane::device::{MemoryError, SpaceError};
 use dmalane::file;
 use dmalane::load::Error as LoadError;
 use dmalane::load::fill::FillError;
+use dmalane::load::kept::KeepError;
+use dmalane::load::kept::wire::KeepRefusal;
 use dmalane::queue::{OpError, Refusal, StopReason};
 use dmalane::{OpenError, error_chain, is_lost};
 use dmalane_vm::Errno;
@@ -182,6 +184,17 @@ pub(crate) fn number_of_load(error: &LoadError) -> Number {
         LoadError::Forked(_) => Number(ENODEV),
         LoadError::NoTensor(_) => Errno::NoEnt.into(),
         LoadError::Unchecked => Errno::NotSup.into(),
+        LoadError::Kept(error) => number_of_keep(error),
+        _ => Number(EIO),
+    }
+}
+
+fn number_of_keep(error: &KeepError) -> Number {
+    match error {
+        KeepError::NoKeeper { source, .. } | KeepError::System { source, .. } => os(source),
+        KeepError::Refused { kind: KeepRefusal::Absent, .. } => Errno::NoEnt.into(),
+        KeepError::Refused { kind: KeepRefusal::Ambiguous, .. } | KeepError::Elsewhere { .. } => Errno::Inval.into(),
+        KeepError::Device { source, .. } => number_of_driver(&**source, Errno::NotSup.into()),
         _ => Number(EIO),
     }
 }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use dmalane::device::AddressSpaceKind;
 use dmalane::dma::{BufferSlice, OfProcess, SharedBuf};
-use dmalane::load::{Loaded, LoadedTensor, TensorAlign};
+use dmalane::load::kept::{KeeperClient, socket_path};
+use dmalane::load::{Error as LoadError, Loaded, LoadedTensor, TensorAlign};
 use dmalane::queue::{
     Cancelled, Capabilities, Completion, Direction, HaltWatch, HostSlice, OpError, Operation, Queue,
     Refused as NotAccepted, Registered, Shape, StopReason, Ticket,
@@ -22,7 +23,7 @@ use crate::models;
 use crate::numbers::{EALREADY, ENODEV, number_of, number_of_refusal};
 use crate::objects::{EBUSY, Number, Numbered, Refused, lock, none, remove};
 use crate::stretches::Stretches;
-use crate::types::{DmlCompletion, DmlTargetInfo, DmlTargetOp, DmlTensor};
+use crate::types::{DmlCompletion, DmlModelTensor, DmlTargetInfo, DmlTargetOp, DmlTensor};
 
 static TARGETS: Mutex<Numbered<Target>> = Mutex::new(Numbered::new());
 static MEMORIES: Mutex<Numbered<HostMemory>> = Mutex::new(Numbered::new());
@@ -612,8 +613,32 @@ fn load_model(
     Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))
 }
 
+/// Attaches to a model that a keeper has in memory of a target.
+pub(crate) fn attach(target: u64, name: &str, flags: u32) -> Result<u64, Refused> {
+    if flags & !LOAD_VERIFY != 0 {
+        return Err(Refused::new(Errno::Inval, format_args!("flags {flags:#x}")));
+    }
+    let target = Target::of(target)?;
+    let mut opened = target.lock_idle()?;
+    let keeper = KeeperClient::connect(&socket_path()).map_err(LoadError::from)?;
+    let loaded = keeper.attach_onto(name, &mut opened.device, flags & LOAD_VERIFY != 0)?;
+    drop(opened);
+    Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))
+}
+
 /// Finds a tensor, of this name or with this number in the order of the file; returns its name too.
 pub(crate) fn tensor(number: u64, name: Option<&str>, index: u64) -> Result<(DmlTensor, String), Refused> {
+    let LoadedTensor { tensor, va } = find(number, name, index)?;
+    let (name, va) = (tensor.name.clone(), va.map_or(0, |span| span.first().bits()));
+    Ok((DmlTensor { va, len: tensor.len, name_len: name.len() as u64 }, name))
+}
+
+/// The type and the shape of the tensor with this number, and its name.
+pub(crate) fn describe(number: u64, index: u64) -> Result<(DmlModelTensor, String), Refused> {
+    models::type_of(&find(number, None, index)?.tensor)
+}
+
+fn find(number: u64, name: Option<&str>, index: u64) -> Result<LoadedTensor, Refused> {
     let load = lock(&LOADS).get(number, "load")?;
     let loaded = lock(&load.loaded);
     let loaded = loaded.as_ref().ok_or_else(|| none(number, "load"))?;
@@ -621,12 +646,10 @@ pub(crate) fn tensor(number: u64, name: Option<&str>, index: u64) -> Result<(Dml
         Some(name) => loaded.get(name),
         None => loaded.files.iter().flat_map(|file| file.tensors()).nth(usize::try_from(index).unwrap_or(usize::MAX)),
     };
-    let LoadedTensor { tensor, va } = found.ok_or_else(|| match name {
+    found.cloned().ok_or_else(|| match name {
         Some(name) => Refused::new(Errno::NoEnt, format_args!("no tensor is called {name:?}")),
         None => none(index, "tensor"),
-    })?;
-    let (name, va) = (tensor.name.clone(), va.map_or(0, |span| span.first().bits()));
-    Ok((DmlTensor { va, len: tensor.len, name_len: name.len() as u64 }, name))
+    })
 }
 
 pub(crate) fn unload(number: u64) -> Result<(), Refused> {

@@ -6,6 +6,7 @@ mod layers;
 #[path = "../../cli/tests/it/supervisor.rs"]
 mod supervisor;
 
+use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -14,10 +15,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dmalane::daemon::{ClientOptions, Config, Listener, Server, status};
+use dmalane::keep::{Keeper, KeeperConfig};
+use dmalane::load::kept::{self, KeepOptions};
 use dmalane::queue::{DeviceAddr, OpError, Operation, Queue, Registered, RunError, StopReason, run};
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::{CardServer, Placement};
 use dmalane_addr::Access;
+use dmalane_fake_cuda::Fake;
 use dmalane_slash::model::{DriverModel, Version, Vrtd};
 use layers::{Layers, is_skip};
 
@@ -84,6 +88,34 @@ fn a_program_in_c() {
             String::from_utf8_lossy(&ran.stderr)
         );
     }
+}
+
+#[test]
+fn a_program_in_c_attaches_to_what_is_kept() {
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("SKIPPED: there is no C compiler cc");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let program = compile("cc", "tests/kept.c", "kept", &["-std=c11"], &library);
+    let (fake, folder) = (Fake::turn(), tempfile::tempdir().unwrap());
+    let (path, socket) = (folder.path().join("m.safetensors"), folder.path().join("socket"));
+    dmalane::load::write_sample(&mut std::fs::File::create(&path).unwrap(), 1 << 20, 1).unwrap();
+    let listener = Listener::bind_with(&socket, 0o600, true).unwrap();
+    let (stop, stopped) = UnixStream::pair().unwrap();
+    let keeper = Keeper::new(KeeperConfig { memory: 8 << 20, ..KeeperConfig::default() }, |_| {});
+    let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
+    let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
+    let watch = |_| ControlFlow::Continue(());
+    let mut device = dmalane::open(&format!("cuda:0,lib={}", fake.path())).unwrap();
+    kept::keep_on(&mut device, [&path], &options, watch).unwrap();
+    drop(device);
+    kept::keep([&path], &options, watch).unwrap();
+    let ran = Command::new(&program).env("DMALANE_KEEP", socket).env("DMALANE_CUDA_LIB", fake.path()).output().unwrap();
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    drop(stop);
+    keeper.join().unwrap().unwrap();
+    fake.assert_clean("attached to in C");
 }
 
 /// The example, on a device.

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
-use dmalane::devices::nearest;
+use dmalane::load::nearest;
 
 use crate::failure::{Failure, USAGE};
 use crate::layout::{shell_words, wrap_message};

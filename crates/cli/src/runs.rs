@@ -171,9 +171,9 @@ fn sorted(walls: &[Duration]) -> Vec<usize> {
 }
 
 impl MeasuredStage {
-    /// A stage of a run that took `whole`, summed over its workers.
-    pub fn new(report: StageReport, whole: Duration) -> Self {
-        let share = report.wall.as_secs_f64() / whole.as_secs_f64();
+    /// A stage of a run: the time that this took, and its workers, over which the stage's times are summed.
+    pub fn new(report: StageReport, (wall, workers): (Duration, usize)) -> Self {
+        let share = report.wall.as_secs_f64() / (wall.as_secs_f64() * workers.max(1) as f64);
         let share = Some(share).filter(|share| report.stage != Stage::Verify && share.is_finite());
         Self { report, share, reference: None }
     }

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use dmalane::load::with_near_path;
 use rustix::fs::{OFlags, makedev};
 
 use crate::failure::Failure;
@@ -80,7 +81,9 @@ impl SourceFile {
             true => io::stdin().as_fd().try_clone_to_owned().map(File::from),
             false => open(path),
         };
-        let file = opened.map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
+        let file = opened
+            .map_err(|e| with_near_path(path, e))
+            .map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
         let path = if stdin { PathBuf::from("stdin") } else { path.to_owned() };
         Ok(Self { file, path, copied: Copied::default(), stdin })
     }

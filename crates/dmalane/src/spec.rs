@@ -4,7 +4,9 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::devices::{AnySpec, BadDeviceSpec, DeviceKind, KINDS, OpenResult, Spec, nearest};
+use dmalane_load::nearest;
+
+use crate::devices::{AnySpec, BadDeviceSpec, DeviceKind, KINDS, OpenResult, Spec};
 use crate::open_options::OpenOptions;
 
 /// A device by name, as after `-d`: parsed, and ready to be opened.

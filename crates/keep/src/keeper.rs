@@ -335,8 +335,11 @@ impl Keeper {
                     self.keep(number)
                 }
             }
-            Ok(KeeperAsk::Attach { name, from, on_device }) => self.attach(user, &name, from, on_device),
-            Ok(KeeperAsk::Room { bytes }) => self.room(number, bytes),
+            Ok(KeeperAsk::Attach { name, from, device }) => self.attach(user, &name, from, device.as_deref()),
+            Ok(KeeperAsk::Room { on_device: true, .. }) if !is_ours(user) => {
+                Err((KeepRefusal::Bad, NOT_OURS.to_owned()))
+            }
+            Ok(KeeperAsk::Room { bytes, .. }) => self.room(number, bytes),
             Ok(KeeperAsk::DeviceRoom { device, bytes }) => {
                 self.shelf.make_room_on(user, &device, bytes).map(|gone| self.make_way(gone))
             }
@@ -364,9 +367,9 @@ impl Keeper {
         user: u32,
         name: &str,
         from: usize,
-        on_device: bool,
+        device: Option<&str>,
     ) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
-        let found = self.shelf.find(user, name, on_device).inspect_err(|_| self.shelf.misses += 1)?;
+        let found = self.shelf.find(user, name, device).inspect_err(|_| self.shelf.misses += 1)?;
         let kept = &mut self.shelf.models[found];
         if kept.user != user && kept.checked != Checked::Here {
             return Err((KeepRefusal::Checking, format!("{name:?} is being compared with its manifest")));
@@ -435,11 +438,9 @@ impl Keeper {
                 return Err((KeepRefusal::Bad, why));
             }
         };
-        if model.device.is_some() && user != rustix::process::geteuid().as_raw() {
+        if model.device.is_some() && !is_ours(user) {
             self.closers.close(user, fds);
-            // What such a descriptor is cannot be asked, and to close it may take any time.
-            let why = "a keeper keeps memory of a device for its own user alone";
-            return Err((KeepRefusal::Bad, why.to_owned()));
+            return Err((KeepRefusal::Bad, NOT_OURS.to_owned()));
         }
         if bytes > promised
             && let Err(refused) = self.room(number, bytes)
@@ -448,10 +449,13 @@ impl Keeper {
             return Err(refused);
         }
         self.shelf.took.add(model.took);
+        let is_other = |kept: &&Kept| kept.is(user, &model) && kept.model.id != model.id;
+        let replaced = self.shelf.models.iter().find(is_other).map(|kept| kept.model.id.clone());
         let name = self.shelve(user, fds, (model, bytes), None);
         self.connections.entry(number).and_modify(|connection| connection.promised = 0);
-        (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes"));
-        Ok((KeeperAnswer::Done, Vec::new()))
+        let of = replaced.as_ref().map_or(String::new(), |id| format!(", in place of {id}"));
+        (self.log)(&format!("keeps {name:?} of user {user}: {bytes} bytes{of}"));
+        Ok((KeeperAnswer::Kept { replaced }, Vec::new()))
     }
 
     /// Adds a model, in place of another one of its name, or one that the store has under a number; returns the name.
@@ -530,11 +534,11 @@ impl Keeper {
     }
 
     fn drop_model(&mut self, user: u32, name: &str) -> Result<(KeeperAnswer, Vec<OwnedFd>), Refused> {
-        let found = self.shelf.find(user, name, false)?;
+        let found = self.shelf.find(user, name, None)?;
         if self.shelf.models[found].user != user {
             return Err((KeepRefusal::Absent, format!("{name:?} is another user's")));
         }
-        // With it the one of its name that is in other memory.
+        // With it those of its name that are in other memory.
         let named = self.shelf.models[found].model.name.clone();
         let is_it = |kept: &mut Kept| kept.user == user && kept.model.name == named;
         let dropped: Vec<Kept> = self.shelf.models.extract_if(.., is_it).collect();
@@ -542,6 +546,15 @@ impl Keeper {
         dropped.into_iter().for_each(|kept| self.release(kept));
         Ok((KeeperAnswer::Done, Vec::new()))
     }
+}
+
+/// Why others' memory of a device is not kept: what such a descriptor is cannot be asked, and to close it may take any
+/// time.
+const NOT_OURS: &str = "a keeper keeps memory of a device for its own user alone";
+
+/// Whether this is the keeper's own user.
+fn is_ours(user: u32) -> bool {
+    user == rustix::process::geteuid().as_raw()
 }
 
 /// A reason that fits a message.

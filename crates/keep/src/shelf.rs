@@ -43,9 +43,9 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Whether it has the place of a user's model: one of the same name, in the same kind of memory.
+    /// Whether it has the place of a user's model: one of the same name, in the same memory.
     pub(crate) fn is(&self, user: u32, model: &KeptModel) -> bool {
-        self.user == user && self.model.name == model.name && self.model.device.is_some() == model.device.is_some()
+        self.user == user && self.model.name == model.name && self.model.device == model.device
     }
 
     /// Those of its descriptors that are sealed memfds: of a model in memory of a device, only its texts.
@@ -134,10 +134,14 @@ impl Shelf {
     }
 
     /// Which model a user means: one of its own by name, else by the beginning of its hash, or another user's by
-    /// `USER:NAME` if it is shared. One of a name may be in the host's memory and another one `on_device`.
-    pub(crate) fn find(&self, user: u32, name: &str, on_device: bool) -> Result<usize, Refused> {
+    /// `USER:NAME` if it is shared. Of several of a name, the one of a device is wanted, or else the
+    /// one in the host's memory.
+    pub(crate) fn find(&self, user: u32, name: &str, device: Option<&str>) -> Result<usize, Refused> {
         let absent = |why: String| (KeepRefusal::Absent, why);
-        let is_other = |(_, kept): &(usize, &Kept)| kept.model.device.is_some() != on_device;
+        let is_other = |(_, kept): &(usize, &Kept)| {
+            let on = kept.model.device.as_deref();
+            (on != device, on.is_some())
+        };
         if let Some((owner, name)) = name.split_once(':') {
             let owner: u32 = owner.parse().map_err(|_| absent(format!("{owner:?} is not the number of a user")))?;
             let is_it = |kept: &Kept| kept.user == owner && kept.model.name == name;

@@ -65,7 +65,7 @@ impl Served {
 
     fn keep(&self, path: &Path, more: KeepOptions) -> Result<KeptModel, Error> {
         let options = KeepOptions { socket: Some(self.socket()), ..more };
-        kept::keep([path], &options, |_| ControlFlow::Continue(()))
+        kept::keep([path], &options, |_| ControlFlow::Continue(())).map(|(model, _)| model)
     }
 
     fn names(&self) -> Vec<String> {
@@ -419,11 +419,11 @@ fn hostile_clients_are_refused_and_change_nothing() {
     }
     // Room is promised for as long as the connection lasts.
     let first = served.client();
-    first.room(60 << 20).unwrap();
-    assert!(served.client().room(10 << 20).is_err());
+    first.room(60 << 20, false).unwrap();
+    assert!(served.client().room(10 << 20, false).is_err());
     drop(first);
     let start = Instant::now();
-    while served.client().room(10 << 20).is_err() {
+    while served.client().room(10 << 20, false).is_err() {
         assert!(start.elapsed() < Duration::from_secs(60));
     }
     // Who never reads is not waited for, and who attaches meanwhile is served.

@@ -27,6 +27,7 @@ pub mod kept;
 mod layout;
 mod manifest;
 mod model;
+mod near;
 mod open_file;
 mod parallel;
 mod parts;
@@ -56,6 +57,7 @@ pub use model::{
     Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads,
     TensorStream, model_heap,
 };
+pub use near::{nearest, with_near_path};
 pub use open_file::{OpenFile, Select};
 pub use parallel::in_parallel;
 pub use plain::plain_json;

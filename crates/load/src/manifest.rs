@@ -18,11 +18,12 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::blob::{digest, hex, name, verify_names};
-use crate::container::{CONTAINERS, FormatError, Model, Tensor, lfs_pointer, raw, short};
+use crate::container::{self, CONTAINERS, FormatError, Model, Tensor, lfs_pointer, raw, short};
 use crate::difference::{Difference, RegionKind};
 use crate::error::Error;
 use crate::fill::{Digest, HashRegions};
 use crate::input::Input;
+use crate::near::with_near_path;
 use crate::open_file::OpenFile;
 
 /// The version of the format.
@@ -276,8 +277,9 @@ impl Manifest {
     /// # Errors
     /// [`Error::File`]; [`Error::Format`] for a file that is no manifest.
     pub fn read(path: &Path) -> Result<Self, Error> {
-        let file = File::open(path);
-        Self::read_from(file.map_err(|source| Error::File { path: path.to_owned(), what: "read it", source })?, path)
+        let failed =
+            |source| Error::File { path: path.to_owned(), what: "read it", source: with_near_path(path, source) };
+        Self::read_from(File::open(path).map_err(failed)?, path)
     }
 
     /// Reads a manifest from a file that is open; `path` is its name in errors.
@@ -290,7 +292,7 @@ impl Manifest {
         let mut text = Vec::new();
         from.take(MAX_MANIFEST + 1).read_to_end(&mut text).map_err(failed)?;
         if text.len() as u64 > MAX_MANIFEST {
-            return Err(refused(bad(FormatError::too_long(MAX_MANIFEST))));
+            return Err(refused(no_manifest(&text, FormatError::too_long(MAX_MANIFEST))));
         }
         Self::parse(&text).map_err(refused)
     }
@@ -303,7 +305,8 @@ impl Manifest {
     pub fn parse(text: &[u8]) -> Result<Self, FormatError> {
         let json: JsonManifest = serde_json::from_slice(text).map_err(|e| {
             let newer = serde_json::from_slice::<JsonSchema>(text).is_ok_and(|head| head.schema > SCHEMA);
-            bad(if newer { FormatError::new("it is of a newer version of dmalane") } else { e.into() })
+            let newer = newer.then(|| bad(FormatError::new("it is of a newer version of dmalane")));
+            newer.unwrap_or_else(|| no_manifest(text, e.into()))
         })?;
         if json.schema != SCHEMA || json.command != COMMAND {
             let JsonManifest { schema, command, .. } = json;
@@ -391,6 +394,17 @@ fn check_name(name: &str) -> Result<(), FormatError> {
 /// A defect of a manifest.
 fn bad(defect: FormatError) -> FormatError {
     defect.within("bad manifest")
+}
+
+/// A defect of what was to be a manifest. If it does not begin as one, what it is is said, too.
+fn no_manifest(text: &[u8], defect: FormatError) -> FormatError {
+    let (head, command) = (&text[..text.len().min(256)], format!("{COMMAND:?}"));
+    if head.windows(command.len()).any(|part| part == command.as_bytes()) {
+        return bad(defect);
+    }
+    let what = container::what(head);
+    let but = if what.is_empty() { what } else { format!(", but {what}") };
+    FormatError::new(format!("this is no manifest{but} ({defect}): `dmalane manifest MODEL` writes one"))
 }
 
 /// Characters that change the direction or the look of the text around them.

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
 use crate::kept::KeptFile;
+use crate::near::with_near_path;
 use crate::set::SetFile;
 
 /// Chooses tensors by name.
@@ -47,7 +48,8 @@ impl OpenFile {
     /// [`Error::File`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
-        let failed = |source| Error::File { path: path.to_owned(), what: "open it", source };
+        let failed =
+            |source| Error::File { path: path.to_owned(), what: "open it", source: with_near_path(path, source) };
         FileHandle::open(path).map(Self::of_handle).map_err(failed)
     }
 

@@ -71,10 +71,10 @@ impl OpenDevice {
         }
         let wall = start.elapsed();
         let mut loaded = Loaded { files, report: Report::default() };
-        let (clocks, transfers, bytes) = match result {
-            Ok((clocks, transfers, bytes)) => {
+        let (clocks, workers, transfers, bytes) = match result {
+            Ok((clocks, workers, transfers, bytes)) => {
                 parse.add(clocks);
-                (&mut parse, transfers, bytes)
+                (&mut parse, workers, transfers, bytes)
             }
             Err(e) => {
                 // Slots may be incomplete now. They are cheap to make again.
@@ -92,6 +92,7 @@ impl OpenDevice {
             bytes,
             wall,
             stages: clocks.stages().collect(),
+            workers,
             timeline: clocks.timeline(),
             segments: self.staging_pages().map(|p| p.segment_count() as u64).sum(),
             staging: self.staging.size(),
@@ -153,8 +154,8 @@ impl OpenDevice {
     }
 
     /// Moves the bytes of files that have their places, and binds their tensors. Of a file of which tensors are
-    /// selected it reads only those, unless all of it is to be hashed. Returns the number of transfers, and of bytes
-    /// that were read.
+    /// selected it reads only those, unless all of it is to be hashed. Returns the numbers of workers, of transfers,
+    /// and of bytes that were read.
     fn stream<S: Queue<Addr = FileOffset>>(
         &mut self,
         start: Instant,
@@ -162,7 +163,7 @@ impl OpenDevice {
         files: &mut [LoadedFile],
         expected: &Expected<'_>,
         progress: &mut (dyn FnMut(u64) + Send),
-    ) -> Result<(Clocks, u64, u64), Error> {
+    ) -> Result<(Clocks, usize, u64, u64), Error> {
         let hashed = self.options.fill.checksum || self.options.fill.hash_regions.is_some() || !expected.is_empty();
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
         let places = &Places { parts, runs: files.iter().map(LoadedFile::places).collect() };
@@ -208,6 +209,7 @@ impl OpenDevice {
         let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets: places };
         let sink = Sink::Staging(staging, Some(to));
         let mut workers = workers(inputs);
+        let count = workers.len();
         let result = fill::run(start, sink, job, &mut workers, &options, &mut watch);
         self.staging.in_place.clear();
         if let Some(error) = failed {
@@ -226,6 +228,6 @@ impl OpenDevice {
             (file.checksum, file.digests) = (hashes.checksum, hashes.digests);
         }
         done.clocks.add(binds);
-        Ok((done.clocks, transfers, job.bytes()))
+        Ok((done.clocks, count, transfers, job.bytes()))
     }
 }

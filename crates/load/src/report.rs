@@ -16,8 +16,10 @@ pub struct Report {
     pub wall: Duration,
     /// The time of the verification that found every tensor equal to its file, if there was one.
     pub verified: Option<Duration>,
-    /// Stages in the order of the path.
+    /// Stages in the order of the path. Times are summed over the workers.
     pub stages: Vec<StageReport>,
+    /// Number of workers.
+    pub workers: usize,
     /// Physically contiguous segments of the staging buffers.
     pub segments: u64,
     /// Staging buffers: how many, and bytes of each.

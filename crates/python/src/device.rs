@@ -10,7 +10,7 @@ use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
-use dmalane::load::kept::{KeeperClient, socket_path};
+use dmalane::load::kept::{KeepOptions, KeeperClient, attach_on, attach_or_keep_on, socket_path};
 use dmalane::load::{BadAlign, Block, Error, Loaded, LoadedFile, OpenDevice, TensorAlign, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement, error_chain};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
@@ -19,7 +19,7 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::failure::Failure;
 use crate::interrupt;
-use crate::manifest::ManifestOf;
+use crate::manifest::{ManifestOf, mode};
 use crate::memory::{Buffer, Described, Tensor};
 use crate::of_process::OfProcess;
 use crate::report;
@@ -67,6 +67,11 @@ impl Device {
                 Err(TryLockError::WouldBlock) => thread::sleep(EVERY),
             }
         }
+    }
+
+    /// The name under which its memory is lent to other processes; `None` where it cannot be.
+    pub(crate) fn lends_as(&self) -> Result<Option<String>, Failure> {
+        Ok(lock(&self.device)?.lending().ok().map(|lending| lending.device().to_owned()))
     }
 
     /// A tensor for each of what is on the device.
@@ -198,6 +203,29 @@ impl Device {
             Ok(loaded?)
         })?;
         self.tensors(py, loaded?)
+    }
+
+    /// As `attach`, to the model that was kept from these files. If there is none, it is kept now with `keep`, or else
+    /// this is `None`.
+    fn attach_or_keep(
+        &self,
+        py: Python<'_>,
+        paths: Vec<PathBuf>,
+        direct: Option<bool>,
+        manifest: Option<ManifestOf>,
+        keep: bool,
+    ) -> PyResult<Option<Vec<DeviceTensor>>> {
+        let manifest = manifest.map(ManifestOf::read).transpose()?.unwrap_or_default();
+        let options = KeepOptions { manifest, mode: mode(direct), ..KeepOptions::default() };
+        let loaded = interrupt::run(py, u64::MAX, None, |progress| -> Result<_, Failure> {
+            let watch = |event| progress.watch(&event);
+            let device = &mut *lock(&self.device)?;
+            Ok(match keep {
+                true => Some(attach_or_keep_on(device, &paths, &options, watch)?),
+                false => attach_on(device, &paths, &options)?,
+            })
+        })?;
+        loaded?.map(|loaded| self.tensors(py, loaded)).transpose()
     }
 
     /// Takes device memory; returns its address.
@@ -423,6 +451,13 @@ impl DeviceTensor {
     #[getter]
     pub(crate) fn address(&self) -> Option<u64> {
         self.address.map(|at| at.bits())
+    }
+
+    /// The same memory as bytes, whatever their type.
+    fn in_bytes(&self) -> Self {
+        let (on, name, dtype) = (self.on.clone(), self.name.clone(), "U8".to_owned());
+        let Self { file, index, nbytes, address, .. } = *self;
+        Self { on, file, index, name, dtype, shape: vec![nbytes], nbytes, address }
     }
 
     /// Reads the tensor back through the device's address space.

@@ -1,8 +1,9 @@
-//! Manifests of files: made, and compared with the files.
+//! Manifests of files: made, and compared with the files; and how files are read.
 
 use std::path::PathBuf;
 
 use dmalane::FileOptions;
+use dmalane::file::Mode;
 use dmalane::load::{Inputs, Manifest};
 use pyo3::prelude::*;
 
@@ -44,4 +45,13 @@ pub(crate) fn verify(py: Python<'_>, paths: Vec<PathBuf>, manifest: ManifestOf) 
         manifest.verify(&mut inputs.files, inputs.whole, &mut |n| progress.advance(n)).map_err(Failure::from)
     })?;
     serde_json::to_string(&found?).map_err(|e| Failure::new("Error", e.to_string()).into())
+}
+
+/// Whether files are read past the page cache.
+pub(crate) fn mode(direct: Option<bool>) -> Mode {
+    match direct {
+        None => Mode::Auto,
+        Some(true) => Mode::Direct,
+        Some(false) => Mode::Buffered,
+    }
 }

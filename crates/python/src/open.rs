@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane::addr::{CardAddr, FileOffset};
-use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, Job, Watch};
 use dmalane::load::kept::{self, Attached, KeepError, KeepOptions, KeeperClient, socket_path};
 use dmalane::load::{Error as LoadError, Next, Part, Reads, TensorStream, model_heap};
@@ -20,7 +19,7 @@ use pyo3::types::PyDict;
 use crate::device::{self, Device};
 use crate::failure::Failure;
 use crate::interrupt::{self, Progress};
-use crate::manifest::ManifestOf;
+use crate::manifest::{ManifestOf, mode};
 use crate::memory::{Buffer, Tensor};
 use crate::of_process::OfProcess;
 use crate::report;
@@ -87,13 +86,14 @@ impl Files {
         Ok(Self { model: OfProcess::new(opened?) })
     }
 
-    /// A model that a keeper lends; where one in memory of a device will do, too, `None` for such a one.
+    /// A model that a keeper lends; with a `device`, rather the one in its memory. `None` for one of such memory.
     #[staticmethod]
-    fn attached(py: Python<'_>, name: &str, verify: bool, on_device: bool) -> PyResult<Option<Self>> {
+    fn attached(py: Python<'_>, name: &str, verify: bool, device: Option<&Device>) -> PyResult<Option<Self>> {
         let opened = interrupt::run(py, if verify { u64::MAX } else { 0 }, None, |progress| -> Result<_, Failure> {
             let keeper = KeeperClient::connect(&socket_path()).map_err(LoadError::from)?;
-            let lent = match keeper.attach_rather(name, on_device) {
-                Err(KeepError::Elsewhere { .. }) if on_device => return Ok(None),
+            let lending = device.map(Device::lends_as).transpose()?.flatten();
+            let lent = match keeper.attach_rather(name, lending.as_deref()) {
+                Err(KeepError::Elsewhere { .. }) if device.is_some() => return Ok(None),
                 lent => lent.map_err(LoadError::from)?,
             };
             if verify {
@@ -333,12 +333,4 @@ pub(crate) fn alloc_and_read<'py>(
     let mut reads = Reads::default();
     reads.add(filled.report, methods.into_iter().map(|method| (path.clone(), method)));
     Ok((Buffer::from_shared(buffer.into_shared(), len as usize), report::of_reads(py, &reads)?))
-}
-
-fn mode(direct: Option<bool>) -> Mode {
-    match direct {
-        None => Mode::Auto,
-        Some(true) => Mode::Direct,
-        Some(false) => Mode::Buffered,
-    }
 }

@@ -43,6 +43,7 @@ pub(crate) fn of_load<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     dict.set_item("bytes", report.bytes)?;
     dict.set_item("wall_s", report.wall.as_secs_f64())?;
     dict.set_item("stages", stages(py, &report.stages)?)?;
+    dict.set_item("workers", report.workers)?;
     dict.set_item("staging_buffers", report.staging.0)?;
     dict.set_item("staging_bytes", report.staging.1)?;
     dict.set_item("transfers", report.transfers)?;

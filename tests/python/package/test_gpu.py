@@ -3,8 +3,11 @@
 The driver in software refuses copies from memory that is not registered, and the fixture fails where any was tried.
 """
 
+import gc
+import json
 import os
 import random
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ from contextlib import contextmanager
 import dmalane
 import numpy as np
 import pytest
+from dmalane._frameworks import torch_type
 from dmalane._load import rounds
 from dmalane._onto import BATCH, Gpu, Pinned
 from dmalane.plan import Only, Shard
@@ -521,6 +525,58 @@ def test_a_plan_reads_onto_the_gpu(gpu, shards, tmp_path, monkeypatch):
         monkeypatch.setattr(Gpu, "of", lambda device: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             dict(plan.tensors(paths, rules, device="cuda:0"))
+
+
+def kept(program):
+    listed = subprocess.run([program, "kept", "--json"], capture_output=True, check=True)
+    return [(model["name"], "device" in model, model["attached"]) for model in json.loads(listed.stdout)["models"]]
+
+
+def test_what_is_kept_on_a_gpu_is_attached_to_as_it_lies(gpu, model, keeper):
+    path, tensors = model
+    program = gpu.driver.path.with_name("dmalane")
+    manifest = dmalane.manifest(path)
+    loaded = dmalane.load_file(path, "pt", "cuda:0", keep=True, verify=manifest)
+    assert kept(program) == [("every", True, True)]
+    copied = gpu.copied()
+    progress = []
+    again = dmalane.load_file(path, "pt", 0, keep=True, progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(sum(len(data) for _, _, data in tensors.values()),) * 2]
+    on_device = dmalane.load_file(path, device=f"cuda:0,lib={gpu.driver.path}", keep=True)
+    named = dmalane.attach("every", "pt", gpu.torch.device("cuda"), verify=True)
+    for name, (dtype, shape, data) in tensors.items():
+        for one in (loaded, again, named):
+            taken = one[name].tobytes() if isinstance(one[name], dmalane.DeviceTensor) else raw(one[name])
+            assert taken == data, name
+            assert dtype.startswith(("F4", "F6")) or list(one[name].shape) == shape
+            assert isinstance(one[name], dmalane.DeviceTensor) == (torch_type(dtype, shape) is None), name
+        assert on_device[name].tobytes() == data
+    assert gpu.copied() == copied, "nothing is copied onto the GPU"
+    # The memory is lent as long as any tensor over it.
+    name, one = next((name, tensor) for name, tensor in loaded.items() if tensor.nbytes > 8)
+    part = one.view(-1)[1:]
+    del loaded, again, named, on_device, one
+    gc.collect()
+    assert kept(program) == [("every", True, True)] and raw(part) in tensors[name][2]
+    del part
+    gc.collect()
+    assert kept(program) == [("every", True, False)]
+    # A file that has changed is read again; what has other hashes is refused.
+    write_model(path, {"other": ("U8", [3], b"abc")})
+    assert raw(dmalane.load_file(path, "pt", "cuda", keep=True)["other"]) == b"abc"
+    manifest["files"][0]["regions"][0]["xxh3"] = "0" * 16
+    with pytest.raises(dmalane.IntegrityError):
+        dmalane.load_file(path, "pt", "cuda", keep=True, verify=manifest)
+    with pytest.raises(ValueError, match="memory_limit: for host memory only"):
+        dmalane.load_file(path, "pt", "cuda", keep=True, memory_limit=1 << 30)
+
+
+def test_a_gpu_that_has_no_copy_gets_that_of_the_host(gpu, model, keeper):
+    path, tensors = model
+    dmalane.load_file(path, keep=True)
+    ours = dmalane.attach("every", "pt", "cuda:0", verify=True)
+    assert {name: raw(tensor) for name, tensor in ours.items()} == {name: t[2] for name, t in tensors.items()}
+    assert gpu.copied() and len(kept(gpu.driver.path.with_name("dmalane"))) == 1
 
 
 @pytest.fixture(params=[(torch, kind) for torch in ("small PyTorch", "PyTorch") for kind in ("xpu", "cuda")])

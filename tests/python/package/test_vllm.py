@@ -262,6 +262,41 @@ def test_parameters_on_other_devices_come_from_pinned_memory(stub, tmp_path, mon
     assert other.bytes == {True: (4 << 20) // ranks, False: 0}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_copy_what_is_kept_on_their_gpu(stub, tmp_path, monkeypatch, driver, keeper, ranks):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from dmalane import _onto, vllm
+    from package.torch_on_fake import OnFake
+
+    gpu, there = OnFake(torch, driver, monkeypatch), torch.device("cuda", 0)
+    rows = os.urandom(4 << 20)
+    folder = tmp_path / "m"
+    folder.mkdir()
+    write_model(folder / "model.safetensors", {"layers.0.w": ("U8", [4096, 1024], rows)})
+    index = {"weight_map": {"layers.0.w": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    vllm.register()
+    stub.group.world_size = ranks
+    loader = stub._LOAD_FORMAT_TO_MODEL_LOADER["dmalane"](stub.LoadConfig(model_loader_extra_config={"keep": True}))
+    loader._device = there
+    program = driver.path.with_name("dmalane")
+
+    def kept():
+        listed = subprocess.run([program, "kept", "--json"], capture_output=True, check=True)
+        return [("device" in model, model["attaches"]) for model in json.loads(listed.stdout)["models"]]
+
+    # Whole: the parts of them that parameters take.
+    name, tensor = next(iter(loader._get_weights_iterator(Source(folder))))
+    assert name == "model.layers.0.w" and kept() == [(False, 1)], "without one on the GPU it is kept in host memory"
+    subprocess.run([program, "keep", folder, "-d", f"cuda:0,lib={driver.path}", "-q"], check=True, capture_output=True)
+    before = gpu.copied()
+    ((name, tensor),) = loader._get_weights_iterator(Source(folder))
+    assert name == "model.layers.0.w" and bytes(tensor.flatten().numpy()) == rows
+    assert gpu.copied() == before and sorted(kept()) == [(False, 1), (True, 1)]
+    del tensor
+    _onto.Gpu.let_go()
+
+
 RANK = """
 import os, sys, torch
 from vllm.plugins import load_general_plugins

@@ -4,12 +4,15 @@ Its tensors "on the GPU" lie in host memory that the driver takes for the GPU's:
 """
 
 import contextlib
+import ctypes
 import math
 import types
+import weakref
 from bisect import bisect, insort
 
 import ml_dtypes
 import numpy as np
+from package.capsule import Capsule
 
 NAMES = {
     "bool": "bool", "uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
@@ -134,6 +137,7 @@ class OnFake:
             monkeypatch.setattr(torch.cuda, name, value, raising=False)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream, raising=False)
         monkeypatch.setattr(torch, "empty", on_gpu)
+        monkeypatch.setattr(torch, "from_dlpack", self.lent, raising=False)
         self.recorded = []
         note = lambda tensor, stream: self.recorded.append((tensor.data_ptr(), stream))  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "record_stream", note, raising=False)
@@ -169,6 +173,18 @@ class OnFake:
             "bytes from memory that is not registered": self.driver.control("unregistered") + self.unregistered,
             "bytes that were copied": self.copied(),
         }
+
+    def lent(self, tensor):
+        """`torch.from_dlpack`: a copy of what is lent, which is lent as long as that lives. PyTorch ignores the
+        flag that says to read alone."""
+        assert tensor.__dlpack_device__() == (2, 0)
+        capsule = Capsule(tensor.__dlpack__(max_version=(1, 0), stream=1))
+        assert (capsule.name, capsule.managed.flags) == (b"dltensor_versioned", 1)
+        at, size = capsule.tensor.data, tensor.nbytes
+        data = b"".join(self.driver.read(at + n, min(4096, size - n)) for n in range(0, size, 4096))
+        memory = (ctypes.c_uint8 * size).from_buffer_copy(data)
+        weakref.finalize(memory, capsule.consume())
+        return self.torch.frombuffer(memory, dtype=self.torch.uint8)
 
     def copied(self):
         return self.driver.control("copied")

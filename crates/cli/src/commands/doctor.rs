@@ -124,10 +124,10 @@ fn text(report: &Report) -> String {
     }
     let count = |status| report.checks.iter().filter(|c| c.status == status).count();
     text += &format!("\n{} ok, {} missing, {} notes. ", count(Status::Ok), count(Status::Missing), count(Status::Note));
-    text += if report.can_load {
-        "The software card runs here: dmalane load --sample 1GiB --verify -v\n"
-    } else {
-        "`dmalane load` cannot run here until what is needed is fixed.\n"
+    text += match (report.can_load, count(Status::Missing)) {
+        (true, 0) => "The software card runs here: dmalane load --sample 1GiB --verify -v\n",
+        (true, _) => "The software card runs here without them:\ndmalane load --sample 1GiB --verify -v\n",
+        (false, _) => "`dmalane load` cannot run here until what is needed is fixed.\n",
     };
     text
 }

@@ -26,7 +26,7 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane keep models/llama                `dmalaned keep` is the process that holds it
   dmalane keep model.safetensors --name q4 --manifest model.manifest
-  dmalane keep models/llama -d cuda:0      in the GPU's memory: Python and Rust attach to it there
+  dmalane keep models/llama -d cuda:0      in the GPU's memory: Python, C and Rust attach to it there
   dmalane load kept:llama -d soft          from memory: wherever a model is named
   dmalane kept
   dmalane drop llama
@@ -97,7 +97,7 @@ impl Keep {
             None => kept::keep(&self.files, &options, watch),
             Some(spec) => keep_on(spec, &self.files, &options, watch)?,
         };
-        let model = kept.map_err(|e| match model::differs("nothing is kept", &e) {
+        let (model, replaced) = kept.map_err(|e| match model::differs("nothing is kept", &e) {
             Some(failure) => failure,
             None => Failure::because("nothing is kept", &e),
         })?;
@@ -106,13 +106,16 @@ impl Keep {
         let object = || {
             json!({
                 "schema": 1, "command": "keep", "name": model.name, "id": model.id, "bytes": bytes,
-                "files": model.files.len(), "device": model.device, "wall_s": wall.as_secs_f64(),
+                "files": model.files.len(), "device": model.device, "replaced": replaced, "wall_s": wall.as_secs_f64(),
             })
         };
         let files = count(model.files.len(), "file");
         let text = || {
             let (name, took) = (&model.name, duration(wall));
-            format!("Keeps {name}: {files}, {} in {took} ({}): kept:{name}\n", binary(bytes), rate(bytes, wall))
+            let of = replaced
+                .as_ref()
+                .map_or(String::new(), |id| format!("In place of another {name}, of hash {}\n", digits(id)));
+            format!("Keeps {name}: {files}, {} in {took} ({}): kept:{name}\n{of}", binary(bytes), rate(bytes, wall))
         };
         output::tell(self.json, object, text)
     }
@@ -127,7 +130,7 @@ fn keep_on(
     files: &[PathBuf],
     options: &KeepOptions,
     mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<Result<KeptModel, Error>, Failure> {
+) -> Result<Result<(KeptModel, Option<String>), Error>, Failure> {
     let mut asked = None;
     loop {
         // Opened again, it has what became free.
@@ -199,12 +202,17 @@ impl Kept {
                     } else {
                         duration(Duration::from_secs(model.idle_s)) + " ago"
                     },
-                    model.id[..model.id.len().min(12)].to_owned(),
+                    digits(&model.id).to_owned(),
                 ]);
             }
             format!("{}\n{}{} of {}\n", count(models.len(), "model"), table.text(), binary(*used), binary(*limit))
         })
     }
+}
+
+/// The first digits of a hash.
+fn digits(id: &str) -> &str {
+    id.get(..12).unwrap_or(id)
 }
 
 /// The list as text of OpenMetrics (<https://prometheus.io/docs/specs/om/open_metrics_spec/>).

@@ -154,6 +154,8 @@ fn doctor_reports_this_machine() {
 
 #[test]
 fn a_path_that_is_not_there_is_1() {
+    let text = complains(&["load", &format!("{}/sr", env!("CARGO_MANIFEST_DIR"))], 1);
+    assert!(text.contains("/src?") && text.contains("did you mean "), "{text}");
     let text = complains(&["doctor", "/no/such/place"], 1);
     assert_eq!(text, "dmalane: cannot look at /no/such/place\ncause: No such file or directory (os error 2)\n");
     assert!(complains(&["doctor", "/dev/null"], 1).contains("\nhint: "));
@@ -324,6 +326,7 @@ fn what_a_load_says() {
     let report = json(&["load", "--sample", "8MiB", "-v", "--verify", "--json"]);
     assert_eq!(report["files"][0]["format"], "safetensors");
     let stage = |name: &str| report["stages"].as_array().unwrap().iter().find(|s| s["stage"] == name).unwrap().clone();
+    assert_eq!(report["workers"], 1);
     assert!(stage("verify")["share"].is_null() && stage("map")["bytes_per_s"].is_null());
     let references = &report["references"];
     let [copy, touch] = ["copy_bytes_per_s", "first_touch_bytes_per_s"].map(|c| references[c].as_f64().unwrap());

@@ -2,6 +2,8 @@
 
 use std::io::{BufRead, BufReader};
 use std::ops::ControlFlow;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
@@ -123,6 +125,12 @@ fn a_model_is_kept_and_used_wherever_one_is_named() {
     assert!(says.contains("no model \"other\" is kept"), "{says}");
     // A manifest of another file keeps nothing.
     sample(keeping.at("m.safetensors"), 1 << 20, 2);
+    let again = |file| keeping.json(&["keep", file, "--name", "org/m", "--json"])["replaced"].clone();
+    assert_eq!(again("m.safetensors"), *id, "which model of this name made room is said");
+    assert_eq!(again("m.safetensors"), Value::Null, "itself is no other one");
+    sample(keeping.at("n.safetensors"), 1 << 20, 1);
+    let text = String::from_utf8(keeping.run(&["keep", "n.safetensors", "--name", "org/m"]).stdout).unwrap();
+    assert!(text.contains("\nIn place of another org/m, of hash "), "{text}");
     let says = keeping.fails(&["keep", "m.safetensors", "--manifest", "manifest"]);
     assert!(says.contains("nothing is kept: the files differ from the manifest"), "{says}");
     let says = keeping.fails(&["drop", "m"]);
@@ -176,6 +184,7 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     assert!(table.contains("GPU-a0a0a0a0 "), "{table}");
     let says = keeping.fails(&["load", "kept:m", "-d", "ram:8MiB"]);
     assert!(says.contains("\"m\" is kept in memory of GPU-a0a0a0a0-"), "{says}");
+    assert!(says.contains("`dmalane keep` without -d keeps it in host memory, too"), "{says}");
     let keeper = KeeperClient::connect(&keeping.socket()).unwrap();
     fake.set("gpus", 2);
     let mut other = open(1);
@@ -227,7 +236,7 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     let shared = KeepOptions { shared: true, ..options.clone() };
     let refused = error_chain(&keep(&mut device, &shared).unwrap_err());
     assert!(refused.contains("memory of a device cannot be sealed"), "{refused}");
-    let model = keep(&mut device, &options).unwrap();
+    let (model, _) = keep(&mut device, &options).unwrap();
     let loaded = KeeperClient::connect(&keeping.socket()).unwrap().attach_onto(&model.id, &mut device, false).unwrap();
     assert_eq!(row(&keeping)["attached"], true);
     device.unload(loaded).unwrap();
@@ -307,17 +316,75 @@ fn a_gpu_that_is_full_of_kept_models_takes_another_one() {
 }
 
 #[test]
-fn an_array_by_columns_is_not_kept_on_a_gpu() {
-    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+fn each_gpu_has_a_copy_of_its_own() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "8MiB"]));
+    fake.set("gpus", 3);
+    sample(keeping.at("m.safetensors"), 1 << 20, 1);
+    let path = [keeping.at("m.safetensors")];
+    let open = |gpu: u32| dmalane::open(&format!("cuda:{gpu},lib={}", fake.path())).unwrap();
+    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let watch = |_| ControlFlow::Continue(());
+    let attach = |device: &mut OpenDevice| {
+        let before = fake.copied();
+        let loaded = kept::attach_or_keep_on(device, &path, &options, watch).unwrap();
+        let bytes = read_back(device, &loaded.files[0], 0);
+        device.unload(loaded).unwrap();
+        (bytes, fake.copied() > before)
+    };
+    let [first, second, again] = [1, 0, 1].map(|gpu| attach(&mut open(gpu)));
+    assert!(first.0 == second.0 && first.0 == again.0 && !first.0.is_empty());
+    assert_eq!([first.1, second.1, again.1], [true, true, false], "neither takes the other one's place");
+    let keeper = KeeperClient::connect(&keeping.socket()).unwrap();
+    let elsewhere = keeper.attach_onto("m", &mut open(2), false).unwrap_err();
+    assert!(error_chain(&elsewhere).contains("and this device is GPU-a2a2a2a2-"), "{elsewhere}");
+    // For who can use either, the one in the host's memory is better than another GPU's.
+    kept::keep(&path, &options, watch).unwrap();
+    assert!(keeper.attach_rather("m", Some("GPU-a2")).is_ok() && keeper.attach("m").is_ok());
+    assert_eq!(keeping.json(&["kept", "--json"])["models"].as_array().unwrap().len(), 3);
+    assert!(keeping.run(&["drop", "m"]).status.success());
+    assert_eq!(keeping.json(&["kept", "--json"])["models"].as_array().unwrap().len(), 0);
+    fake.assert_clean("one for each GPU");
+}
+
+/// Writes an array by columns.
+fn by_columns(path: &Path) {
     let head = "{'descr': '|u1', 'fortran_order': True, 'shape': (2, 3), }";
     let mut array = b"\x93NUMPY\x01\x00".to_vec();
     array.extend(118_u16.to_le_bytes());
     array.extend(format!("{head:<117}\n").bytes().chain(0..6));
-    std::fs::write(keeping.at("a.npy"), array).unwrap();
+    std::fs::write(path, array).unwrap();
+}
+
+#[test]
+fn an_array_by_columns_is_not_kept_on_a_gpu() {
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB"]));
+    by_columns(&keeping.at("a.npy"));
     let output = keeping.command(&["keep", "a.npy", "-d", "cuda:0"]).env("DMALANE_CUDA_LIB", fake.path()).output();
     let says = String::from_utf8(output.unwrap().stderr).unwrap();
     assert!(says.contains("a.npy") && says.contains("by columns"), "{says}");
     fake.assert_clean("an array by columns");
+}
+
+#[test]
+fn a_keeper_of_another_user_is_asked_before_the_work() {
+    if !rustix::process::geteuid().is_root() {
+        println!("SKIPPED: only root can be two users");
+        return;
+    }
+    let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "1MiB", "--mode", "666"]));
+    std::fs::set_permissions(keeping.folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
+    // Refused once it is to be loaded.
+    by_columns(&keeping.at("a.npy"));
+    // Where everybody may run them.
+    for (from, to) in [(env!("CARGO_BIN_EXE_dmalane"), "dmalane"), (fake.path(), "libcuda.so")] {
+        std::fs::copy(from, keeping.at(to)).unwrap();
+    }
+    let mut command = Command::new(keeping.at("dmalane"));
+    command.args(["keep", "a.npy", "-d", "cuda:0,lib=./libcuda.so"]).env("DMALANE_KEEP", keeping.socket());
+    let output = command.current_dir(keeping.folder.path()).uid(65534).gid(65534).output().unwrap();
+    let says = String::from_utf8(output.stderr).unwrap();
+    assert!(says.contains("a keeper keeps memory of a device for its own user alone"), "{says}");
+    fake.assert_clean("a keeper of another user");
 }
 
 #[test]

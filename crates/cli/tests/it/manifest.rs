@@ -123,10 +123,23 @@ fn files_of_a_model_that_are_missing_are_named() {
     assert!(said.contains("b.safetensors: is missing") && said.contains("c.safetensors: is not in the"), "{said}");
     fs::write(folder.join("m.json"), "{\"schema\": 1, \"\u{202e}\": \"\u{1b}[2J\"}").unwrap();
     let (_, said) = dmalane(&folder, "load model/a.safetensors --manifest m.json", 1);
+    assert!(
+        said.starts_with("dmalane: m.json: cannot be used\ncause: this is no manifest, but a JSON text ("),
+        "{said}"
+    );
+    fs::write(folder.join("m.json"), "{\"schema\": 1, \"command\": \"manifest\", \"\u{202e}\": \"\u{1b}[2J\"}")
+        .unwrap();
+    let (_, said) = dmalane(&folder, "load model/a.safetensors --manifest m.json", 1);
     assert!(said.starts_with("dmalane: m.json: cannot be used\ncause: bad manifest: "), "{said}");
+    let (_, said) = dmalane(&folder, "verify model/a.safetensors --manifest model/a.safetensors", 1);
+    assert!(said.contains("this is no manifest, but a safetensors file (not JSON"), "{said}");
+    assert!(said.contains("): `dmalane manifest MODEL` writes one"), "{said}");
     // Of an empty standard input.
     let (_, said) = dmalane(&folder, "load model/a.safetensors --manifest -", 1);
-    assert!(said.starts_with("dmalane: stdin: cannot be used\ncause: bad manifest: "), "{said}");
+    assert!(
+        said.starts_with("dmalane: stdin: cannot be used\ncause: this is no manifest (it ends too early"),
+        "{said}"
+    );
     // A file without an end.
     let (_, said) = dmalane(&folder, "verify model --manifest /dev/zero", 1);
     assert!(said.contains("/dev/zero is a character device, which has no end"), "{said}");

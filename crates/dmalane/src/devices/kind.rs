@@ -7,9 +7,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_device::Device;
+use dmalane_load::nearest;
 use thiserror::Error;
 
-use super::option::{BadOption, OptionAbout, SpecOption, keys_of, nearest, split};
+use super::option::{BadOption, OptionAbout, SpecOption, keys_of, split};
 use crate::open_options::OpenOptions;
 
 /// A device, or why it could not be opened.

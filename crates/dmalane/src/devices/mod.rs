@@ -26,7 +26,7 @@ pub mod vulkan;
 pub use card::CardOptions;
 pub(crate) use kind::AnySpec;
 pub use kind::{Ability, BadDeviceSpec, DeviceKind, Listed, OpenResult, Spec};
-pub use option::{OptionAbout, SpecOption, nearest};
+pub use option::{OptionAbout, SpecOption};
 
 /// Every kind of device.
 pub const KINDS: &[DeviceKind] = &[

@@ -4,6 +4,8 @@ use std::fmt::{self, Display};
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
+use dmalane_load::nearest;
+
 use crate::size::{self, Size};
 
 /// The description of an option.
@@ -129,26 +131,6 @@ pub(super) fn keys_of<S>(options: &[SpecOption<S>]) -> impl Iterator<Item = &'st
 
 fn find<S>(options: &[SpecOption<S>], key: &str) -> Option<usize> {
     keys_of(options).position(|other| other == key)
-}
-
-/// The word that was meant, if one is like it: by few letters that were added, left out or changed.
-pub fn nearest<'a>(word: &str, among: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let near = among.map(|other| (distance(word, other), other)).filter(|(n, other)| *n > 0 && *n <= other.len() / 3);
-    near.min().map(|(_, other)| other)
-}
-
-/// Letters to add, leave out or change to make one of the other.
-fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut before = i;
-        row[0] = i + 1;
-        for (j, y) in b.bytes().enumerate() {
-            let best = (before + usize::from(x != y)).min(row[j] + 1).min(row[j + 1] + 1);
-            before = std::mem::replace(&mut row[j + 1], best);
-        }
-    }
-    row[b.len()]
 }
 
 /// A number in a range.

@@ -53,16 +53,27 @@ pub(super) fn refuse(kind: &Container, head: &[u8], all: &[&'static Container]) 
     if kind.begins(head) {
         return Ok(());
     }
-    let other = all.iter().find(|other| **other != kind && other.begins(head));
-    if let Some(other) = other {
+    if let Some(other) = all.iter().find(|other| **other != kind && other.begins(head)) {
         let hint = format!("give it the extension .{}", other.extensions.first().unwrap_or(&""));
         return Err(FormatError::foreign(&format!("a {} file", other.title), &hint));
     }
-    let text = head.trim_ascii_start().to_ascii_lowercase();
-    let begins = |start: &&[u8]| head.starts_with(start) || text.starts_with(start);
-    match FOREIGN.iter().find(|foreign| foreign.begins.iter().any(begins)) {
+    match foreign(head) {
         Some(Foreign { what, hint, .. }) => Err(FormatError::foreign(what, hint)),
         None => Ok(()),
+    }
+}
+
+fn foreign(head: &[u8]) -> Option<&'static Foreign> {
+    let text = head.trim_ascii_start().to_ascii_lowercase();
+    let begins = |start: &&[u8]| head.starts_with(start) || text.starts_with(start);
+    FOREIGN.iter().find(|foreign| foreign.begins.iter().any(begins))
+}
+
+/// In words, what begins so; empty for what nothing is known of.
+pub(super) fn what(head: &[u8], all: &[&'static Container]) -> String {
+    match all.iter().find(|kind| kind.begins(head)) {
+        Some(kind) => format!("a {} file", kind.title),
+        None => foreign(head).map_or(String::new(), |foreign| foreign.what.to_owned()),
     }
 }
 

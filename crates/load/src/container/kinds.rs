@@ -30,6 +30,11 @@ pub(crate) fn kind(file: &ContainerFile<'_>) -> Result<&'static Container, Error
     Ok(kind)
 }
 
+/// In words, what a file is that begins so; empty for what nothing is known of.
+pub(crate) fn what(head: &[u8]) -> String {
+    foreign::what(&head[..head.len().min(HEAD)], CONTAINERS)
+}
+
 /// Refuses a file of no known kind, by what it is.
 pub(crate) fn refuse_raw(file: &ContainerFile<'_>) -> Result<(), Error> {
     let kind = kind(file)?;

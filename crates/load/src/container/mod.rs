@@ -20,7 +20,7 @@ pub(crate) use file::ContainerFile;
 pub use file::HEAD;
 pub use format_error::FormatError;
 pub use kinds::{CONTAINERS, detect};
-pub(crate) use kinds::{kind, parse, refuse_raw};
+pub(crate) use kinds::{kind, parse, refuse_raw, what};
 pub(crate) use lfs::lfs_pointer;
 pub use lfs::refuse_lfs_pointer;
 pub use model::{Container, Model};

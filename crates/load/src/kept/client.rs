@@ -1,6 +1,5 @@
 //! A client of a keeper.
 
-use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -67,8 +66,7 @@ impl Attached {
         let file = |(entry, fd): (&KeptEntry, OwnedFd)| {
             let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
             let kept = Some(Arc::new(KeptFile::new(&path, fd, entry.bytes)?));
-            let listed = entry.listed.as_ref().map(|names| Arc::new(names.iter().cloned().collect::<BTreeSet<_>>()));
-            Ok(SetFile { path, listed, kept })
+            Ok(SetFile { path, listed: entry.listed().map(Arc::new), kept })
         };
         let files = model.files.iter().zip(fds).map(file).collect::<Result<_, KeepError>>()?;
         Ok(Self { model, files, manifest })
@@ -172,25 +170,26 @@ impl KeeperClient {
     /// # Errors
     /// [`KeepError`].
     pub fn attach(&self, name: &str) -> Result<Attached, KeepError> {
-        self.attach_rather(name, false)
+        self.attach_rather(name, None)
     }
 
-    /// As [`attach`](Self::attach). Of two of that name, the one in memory of a device is meant where `on_device` is
-    /// true: for [`attach_onto`](Self::attach_onto).
+    /// As [`attach`](Self::attach). Of several of that name, the one in memory of this device
+    /// ([`Lending::device`](dmalane_device::Lending::device)) is meant, for [`attach_onto`](Self::attach_onto).
     ///
     /// # Errors
     /// [`KeepError`]: for one in memory of a device [`KeepError::Elsewhere`].
-    pub fn attach_rather(&self, name: &str, on_device: bool) -> Result<Attached, KeepError> {
-        Attached::new(self.lent(name, on_device)?)
+    pub fn attach_rather(&self, name: &str, device: Option<&str>) -> Result<Attached, KeepError> {
+        Attached::new(self.lent(name, device)?)
     }
 
     /// The descriptors of a model: its description, its manifest, and its memory.
-    pub(super) fn lent(&self, name: &str, on_device: bool) -> Result<Vec<OwnedFd>, KeepError> {
+    pub(super) fn lent(&self, name: &str, device: Option<&str>) -> Result<Vec<OwnedFd>, KeepError> {
         let bad = |why: String| KeepError::Bad { what: format!("{PREFIX}{name}"), why };
         let name = name.strip_prefix(PREFIX).unwrap_or(name);
         let (begun, mut all, mut of_model) = (Instant::now(), Vec::new(), None);
         loop {
-            let ask = KeeperAsk::Attach { name: name.to_owned(), from: all.len(), on_device };
+            let device = device.map(str::to_owned);
+            let ask = KeeperAsk::Attach { name: name.to_owned(), from: all.len(), device };
             match self.ask(&ask, &[]) {
                 // Another model has the name by now: all that came is of the one before.
                 Ok((KeeperAnswer::Lent { number, .. }, _)) if of_model.is_some_and(|before| before != number) => {
@@ -213,12 +212,12 @@ impl KeeperClient {
         Ok(all)
     }
 
-    /// Asks for room, which is this connection's.
+    /// Asks for room, which is this connection's, for a model whose files are there or in memory of a device.
     ///
     /// # Errors
     /// [`KeepError`].
-    pub fn room(&self, bytes: u64) -> Result<(), KeepError> {
-        self.ask(&KeeperAsk::Room { bytes }, &[]).map(drop)
+    pub fn room(&self, bytes: u64, on_device: bool) -> Result<(), KeepError> {
+        self.ask(&KeeperAsk::Room { bytes, on_device }, &[]).map(drop)
     }
 
     /// Has this user's models in memory of a device make room there: those to which nobody is attached, and that were
@@ -231,17 +230,20 @@ impl KeeperClient {
     }
 
     /// Has a model kept: its description, its manifest, and its files, all in sealed memfds, or its files in memory of
-    /// a device.
+    /// a device. Returns the hash of another model, if it takes the place of one.
     ///
     /// # Errors
     /// [`KeepError`].
-    pub fn keep(&self, fds: &[OwnedFd]) -> Result<(), KeepError> {
+    pub fn keep(&self, fds: &[OwnedFd]) -> Result<Option<String>, KeepError> {
         let mut parts = fds.chunks(MAX_FDS).peekable();
         while let Some(part) = parts.next() {
             let fds: Vec<_> = part.iter().map(AsFd::as_fd).collect();
             self.send(&KeeperAsk::Keep { more: parts.peek().is_some() }, &fds)?;
         }
-        self.answer().map(drop)
+        match self.answer()?.0 {
+            KeeperAnswer::Kept { replaced } => Ok(replaced),
+            _ => Ok(None),
+        }
     }
 
     /// Has one of the user's own models lent no more. Its memory is free once nobody is attached.

@@ -1,5 +1,6 @@
 //! What a kept model is, as it says itself.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -83,6 +84,13 @@ pub struct Stamp {
     pub modified: [i64; 2],
     /// When it was last changed in any way.
     pub changed: [i64; 2],
+}
+
+impl KeptEntry {
+    /// See the field.
+    pub(super) fn listed(&self) -> Option<BTreeSet<String>> {
+        self.listed.as_ref().map(|names| names.iter().cloned().collect())
+    }
 }
 
 impl Stamp {

@@ -42,9 +42,10 @@ pub enum KeepError {
         why: String,
     },
     /// A model is in other memory.
-    #[error("{name:?} is kept in memory of {device}, {}", match here {
-        Some(here) => format!("and this device is {here}"),
-        None => "where it is attached to: dmalane.attach(..., device=...), KeeperClient::attach_onto".to_owned(),
+    #[error("{name:?} is kept in memory of {device}{}", match here {
+        Some(here) => format!(", and this device is {here}"),
+        None => " alone: programs attach to it there (dmalane.attach(device=), dml_target_attach, \
+                 KeeperClient::attach_onto); `dmalane keep` without -d keeps it in host memory, too".to_owned(),
     })]
     Elsewhere {
         /// The name of the model.

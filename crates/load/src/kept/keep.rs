@@ -1,5 +1,6 @@
 //! Reads a model into memory that a keeper holds.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -13,9 +14,10 @@ use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
 use rustix::fs::FlockOperation;
 
-use super::client::{Attached, KeeperClient, socket_path};
+use super::client::{Attached, KeeperClient, manifest_of, socket_path};
 use super::describe::{KeptEntry, KeptModel, KeptPlaces, NOT_SHARED, SCHEMA, Stamp, check_name, sealed_text};
 use super::error::KeepError;
+use super::on_device::map_onto;
 use super::times::{KeptTimes, micros};
 use super::wire::KeepRefusal;
 use crate::device::{Loaded, OpenDevice};
@@ -59,21 +61,30 @@ impl KeepOptions {
         check_name(&name).map(|()| name.clone()).map_err(no_name)
     }
 
-    /// A model that was lent, if it is of these files as they are, with the hashes that are wanted.
-    fn accept(&self, lent: Attached, files: &[OpenFile]) -> Result<Option<Attached>, Error> {
-        let mut is_same = files.len() == lent.model.files.len();
-        for (kept, (set, file)) in lent.model.files.iter().zip(lent.files().iter().zip(files)) {
-            is_same = is_same && kept.from == stamp(file)? && set.listed == file.listed;
+    /// A model that was lent, if it is of these files as they are, with the hashes that are wanted, in memory of this
+    /// device or of the host.
+    fn accept(
+        &self,
+        lent: Vec<OwnedFd>,
+        device: Option<&str>,
+        files: &[OpenFile],
+    ) -> Result<Option<Vec<OwnedFd>>, Error> {
+        let bad = || KeepError::Bad { what: "a kept model".to_owned(), why: "it has no description".to_owned() };
+        let [first, manifest, ..] = &lent[..] else { return Err(bad().into()) };
+        let model = KeptModel::read(first)?;
+        let mut is_same = model.device.as_deref() == device && files.len() == model.files.len();
+        for (kept, file) in model.files.iter().zip(files) {
+            is_same = is_same && kept.from == stamp(file)? && has_same_tensors(kept, file)?;
         }
         if !is_same {
             return Ok(None);
         }
-        let lens = lent.model.files.iter().map(|file| (Path::new(&file.name), file.bytes));
+        let lens = model.files.iter().map(|file| (Path::new(&file.name), file.bytes));
         let expected = self.manifest.expect(lens)?;
         if !expected.is_empty() {
             let has_sha256 =
                 |mut regions: std::slice::Iter<'_, ManifestRegion>| regions.any(|r| r.digest.sha256.is_some());
-            let found = lent.manifest()?;
+            let found = manifest_of(&model, manifest)?;
             let is_wanted = expected.iter().flatten().any(|file| has_sha256(file.regions.iter()));
             if is_wanted && !found.files.iter().all(|file| has_sha256(file.regions.iter())) {
                 return Ok(None);
@@ -89,6 +100,7 @@ impl KeepOptions {
 }
 
 /// Reads the files of a model into sealed memory, hashes them, and gives them to a keeper. The room is asked for first.
+/// Returns the model, and the hash of another one of its name, if it takes the place of one.
 ///
 /// # Errors
 /// [`Error`]; [`Error::Kept`] where the keeper refuses.
@@ -96,7 +108,7 @@ pub fn keep<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<KeptModel, Error> {
+) -> Result<(KeptModel, Option<String>), Error> {
     keep_in(None, paths, options, watch)
 }
 
@@ -111,7 +123,7 @@ pub fn keep_on<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<KeptModel, Error> {
+) -> Result<(KeptModel, Option<String>), Error> {
     keep_in(Some(device), paths, options, watch)
 }
 
@@ -120,7 +132,7 @@ fn keep_in<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<KeptModel, Error> {
+) -> Result<(KeptModel, Option<String>), Error> {
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
     let (name, files) = (options.name_for(&paths)?, open(&paths)?);
     if options.shared && device.is_some() {
@@ -137,18 +149,91 @@ fn keep_in<P: AsRef<Path>>(
 pub fn attach_or_keep<P: AsRef<Path>>(
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
-    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<Attached, Error> {
-    let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
-    let name = options.name_for(&paths)?;
-    let keeper = options.keeper()?;
-    let files = open(&paths)?;
-    let attach = |name: &str| match keeper.attach(name) {
-        Ok(lent) => options.accept(lent, &files),
-        Err(KeepError::Refused { kind: KeepRefusal::Absent, .. } | KeepError::Elsewhere { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
-    };
-    if let Some(lent) = attach(&name)? {
+    Ok(Attached::new(lent_or_kept(None, paths, options, watch)?)?)
+}
+
+/// As [`attach_or_keep`], in memory of a device ([`keep_on`]), as [`KeeperClient::attach_onto`].
+///
+/// # Errors
+/// As of [`keep_on`], and of [`KeeperClient::attach_onto`].
+pub fn attach_or_keep_on<P: AsRef<Path>>(
+    device: &mut OpenDevice,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Loaded, Error> {
+    let lent = lent_or_kept(Some(device), paths, options, watch)?;
+    map_onto(device, lent, false)
+}
+
+/// Attaches to a model that was kept from these files in memory of a device; `None` if there is none.
+///
+/// # Errors
+/// As of [`attach_or_keep_on`].
+pub fn attach_on<P: AsRef<Path>>(
+    device: &mut OpenDevice,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+) -> Result<Option<Loaded>, Error> {
+    let wanted = Wanted::new(Some(device), paths, options)?;
+    wanted.lent(&wanted.name)?.map(|lent| map_onto(device, lent, false)).transpose()
+}
+
+/// A model that is wanted of a keeper: its name there, its files, and the device in whose memory it is to be.
+struct Wanted<'a> {
+    name: String,
+    keeper: KeeperClient,
+    files: Vec<OpenFile>,
+    device: Option<String>,
+    options: &'a KeepOptions,
+}
+
+impl<'a> Wanted<'a> {
+    fn new<P: AsRef<Path>>(
+        device: Option<&OpenDevice>,
+        paths: impl IntoIterator<Item = P>,
+        options: &'a KeepOptions,
+    ) -> Result<Self, Error> {
+        let device = device.map(|device| device.lending().map(|lending| lending.device().to_owned()));
+        let device = device.transpose().map_err(cannot_lend)?;
+        let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
+        let (name, keeper) = (options.name_for(&paths)?, options.keeper()?);
+        Ok(Self { name, keeper, files: open(&paths)?, device, options })
+    }
+
+    /// The descriptors of the model of this name or hash, if it is that of the files.
+    fn lent(&self, called: &str) -> Result<Option<Vec<OwnedFd>>, Error> {
+        match self.keeper.lent(called, self.device.as_deref()) {
+            Ok(lent) => self.options.accept(lent, self.device.as_deref(), &self.files),
+            Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Whether the same tensors of a file count, whether an index lists them or not.
+fn has_same_tensors(kept: &KeptEntry, file: &OpenFile) -> Result<bool, Error> {
+    let (kept, listed) = (kept.listed(), file.listed.as_deref());
+    if kept.as_ref() == listed {
+        return Ok(true);
+    }
+    let counts = |listed: Option<&BTreeSet<String>>, name: &str| listed.is_none_or(|listed| listed.contains(name));
+    let is_same = |name: &str| counts(kept.as_ref(), name) == counts(listed, name);
+    Ok(file.model()?.tensors.iter().all(|tensor| is_same(&tensor.name)))
+}
+
+/// The descriptors of a model that was kept from these files, or is now.
+fn lent_or_kept<P: AsRef<Path>>(
+    mut device: Option<&mut OpenDevice>,
+    paths: impl IntoIterator<Item = P>,
+    options: &KeepOptions,
+    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+) -> Result<Vec<OwnedFd>, Error> {
+    let wanted = Wanted::new(device.as_deref(), paths, options)?;
+    let Wanted { name, keeper, files, .. } = &wanted;
+    if let Some(lent) = wanted.lent(name)? {
         return Ok(lent);
     }
     // One process reads it, of those that begin together; the others then attach. Where a file cannot be locked, each
@@ -159,19 +244,19 @@ pub fn attach_or_keep<P: AsRef<Path>>(
     }) {
         // Who waits may be told to stop, as who reads.
         if watch(Event::Arrived { buffer: 0, offset: 0, len: 0 }).is_break() {
-            return Err(FillError::Cancelled { done: 0, of: bytes_of(&files) }.into());
+            return Err(FillError::Cancelled { done: 0, of: bytes_of(files) }.into());
         }
         std::thread::sleep(TURN);
     }
-    if let Some(lent) = attach(&name)? {
+    if let Some(lent) = wanted.lent(name)? {
         return Ok(lent);
     }
-    check_model(&files)?;
+    check_model(files)?;
     for _ in 0..TRIES {
-        let model = keep_files(&keeper, name.clone(), &files, options, None, &mut watch)?;
+        let (model, _) = keep_files(keeper, name.clone(), files, options, device.as_deref_mut(), &mut watch)?;
         // Another model may have its name by now; one of the same hash may leave out other tensors.
-        for called in [&name, &model.id] {
-            if let Some(lent) = attach(called)? {
+        for called in [name, &model.id] {
+            if let Some(lent) = wanted.lent(called)? {
                 return Ok(lent);
             }
         }
@@ -221,7 +306,7 @@ fn keep_files(
     options: &KeepOptions,
     device: Option<&mut OpenDevice>,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<KeptModel, Error> {
+) -> Result<(KeptModel, Option<String>), Error> {
     let mut manifest = Manifest::unhashed(files)?;
     let lens = files.iter().map(OpenFile::size).collect::<Result<Vec<_>, _>>()?;
     let expected = options.manifest.expect(files.iter().map(|file| &*file.path).zip(lens.iter().copied()))?;
@@ -235,7 +320,7 @@ fn keep_files(
     let bytes = in_memory.iter().fold((texts as u64).saturating_add(TEXTS), |sum, len| {
         sum.saturating_add(len.checked_next_multiple_of(4096).unwrap_or(u64::MAX))
     });
-    keeper.room(bytes)?;
+    keeper.room(bytes, device.is_some())?;
     let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
     regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
     let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
@@ -270,8 +355,8 @@ fn keep_files(
         fds.push(sealed_text("dmalane-kept", text).map_err(system("describe it"))?);
     }
     fds.extend(memory);
-    keeper.keep(&fds)?;
-    Ok(model)
+    let replaced = keeper.keep(&fds)?;
+    Ok((model, replaced))
 }
 
 /// Memory of files: of which device, its descriptors, where the tensors of each file are in it, and what it took.

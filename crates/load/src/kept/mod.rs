@@ -27,5 +27,5 @@ pub use describe::{KeptEntry, KeptModel, KeptPlaces, Stamp, check_name, read_tex
 pub use error::KeepError;
 pub use file::KeptFile;
 pub(crate) use file::RegisteredFiles;
-pub use keep::{KeepOptions, attach_or_keep, check, keep, keep_on};
+pub use keep::{KeepOptions, attach_on, attach_or_keep, attach_or_keep_on, check, keep, keep_on};
 pub use times::KeptTimes;

@@ -1,6 +1,5 @@
 //! Attaching to a model in memory of a device.
 
-use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,44 +20,54 @@ impl KeeperClient {
     /// # Errors
     /// [`Error::Kept`], for a model in other memory, too; [`Error::Differs`].
     pub fn attach_onto(&self, name: &str, device: &mut OpenDevice, verify: bool) -> Result<Loaded, Error> {
-        device.check_process()?;
-        let bad = |why: &str| KeepError::Bad { what: format!("{PREFIX}{name}"), why: why.to_owned() };
-        let mut fds = self.lent(name, true)?.into_iter();
-        let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description"))?;
-        let model = KeptModel::read(&first)?;
-        let failed = |source| KeepError::Device { what: "take memory of the device", source };
-        let lending = device.lending().map_err(failed)?;
-        if model.device.as_deref() != Some(lending.device()) {
-            let (of, here) = (model.device.clone(), Some(lending.device().to_owned()));
-            let of = of.unwrap_or_else(|| "the host".to_owned());
-            return Err(KeepError::Elsewhere { name: model.name, device: of, here }.into());
-        }
-        let manifest = manifest_of(&model, &manifest)?;
-        if fds.len() + 2 != model.descriptors() || manifest.files.len() != model.files.len() {
-            return Err(bad("it has other files than its manifest").into());
-        }
-        // The keeper has locked it, as long as anybody holds it.
-        let counted = Arc::new(first);
-        let mut loaded = Loaded { files: Vec::new(), report: Report::default() };
-        for (entry, of) in model.files.iter().zip(&manifest.files) {
-            let places = entry.placed.as_ref().filter(|_| entry.name == of.name);
-            let places = places.ok_or_else(|| bad("it has other files than its manifest"))?;
-            let take = |fd: OwnedFd| lending.take(fd.as_fd(), places.bytes).map_err(failed);
-            let memory = (places.bytes > 0).then(|| fds.next()).flatten().map(take).transpose()?;
-            let listed = entry.listed.as_ref().map(|names| names.iter().map(String::as_str).collect::<BTreeSet<_>>());
-            let mut contents = of.contents();
-            let counts = |name: &str| listed.as_ref().is_none_or(|names| names.contains(name));
-            let offsets = places.offsets.iter().copied().zip(&contents.tensors);
-            let offsets: Vec<u64> = offsets.filter(|(_, tensor)| counts(&tensor.name)).map(|(at, _)| at).collect();
-            contents.tensors.retain(|tensor| counts(&tensor.name));
-            let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
-            let lent = memory.map(|memory| (memory, counted.clone()));
-            let file = device.lent_file(path, Arc::new(contents), offsets.into_iter(), lent);
-            loaded.files.push(file.ok_or_else(|| bad("its tensors lie beyond its memory"))?);
-        }
-        if verify {
-            refuse(device.differences(&loaded, &manifest)?)?;
-        }
-        Ok(loaded)
+        let here = device.lending().map_err(cannot_take)?.device().to_owned();
+        map_onto(device, self.lent(name, Some(&here))?, verify)
     }
+}
+
+/// Maps the memory of a model: its description, its manifest, and its files in memory of this device.
+pub(super) fn map_onto(device: &mut OpenDevice, fds: Vec<OwnedFd>, verify: bool) -> Result<Loaded, Error> {
+    device.check_process()?;
+    let no_model = || KeepError::Bad { what: "a kept model".to_owned(), why: "it has no description".to_owned() };
+    let mut fds = fds.into_iter();
+    let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(no_model)?;
+    let model = KeptModel::read(&first)?;
+    let lending = device.lending().map_err(cannot_take)?;
+    if model.device.as_deref() != Some(lending.device()) {
+        let (of, here) = (model.device.clone(), Some(lending.device().to_owned()));
+        let of = of.unwrap_or_else(|| "the host".to_owned());
+        return Err(KeepError::Elsewhere { name: model.name, device: of, here }.into());
+    }
+    let bad = |why: &str| KeepError::Bad { what: format!("{PREFIX}{}", model.name), why: why.to_owned() };
+    let manifest = manifest_of(&model, &manifest)?;
+    if fds.len() + 2 != model.descriptors() || manifest.files.len() != model.files.len() {
+        return Err(bad("it has other files than its manifest").into());
+    }
+    // The keeper has locked it, as long as anybody holds it.
+    let counted = Arc::new(first);
+    let mut loaded = Loaded { files: Vec::new(), report: Report::default() };
+    for (entry, of) in model.files.iter().zip(&manifest.files) {
+        let places = entry.placed.as_ref().filter(|_| entry.name == of.name);
+        let places = places.ok_or_else(|| bad("it has other files than its manifest"))?;
+        let take = |fd: OwnedFd| lending.take(fd.as_fd(), places.bytes).map_err(cannot_take);
+        let memory = (places.bytes > 0).then(|| fds.next()).flatten().map(take).transpose()?;
+        let listed = entry.listed();
+        let mut contents = of.contents();
+        let counts = |name: &str| listed.as_ref().is_none_or(|names| names.contains(name));
+        let offsets = places.offsets.iter().copied().zip(&contents.tensors);
+        let offsets: Vec<u64> = offsets.filter(|(_, tensor)| counts(&tensor.name)).map(|(at, _)| at).collect();
+        contents.tensors.retain(|tensor| counts(&tensor.name));
+        let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
+        let lent = memory.map(|memory| (memory, counted.clone()));
+        let file = device.lent_file(path, Arc::new(contents), offsets.into_iter(), lent);
+        loaded.files.push(file.ok_or_else(|| bad("its tensors lie beyond its memory"))?);
+    }
+    if verify {
+        refuse(device.differences(&loaded, &manifest)?)?;
+    }
+    Ok(loaded)
+}
+
+fn cannot_take(source: Box<dyn std::error::Error + Send + Sync>) -> KeepError {
+    KeepError::Device { what: "take memory of the device", source }
 }

@@ -31,14 +31,17 @@ pub enum KeeperAsk {
         name: String,
         /// The first descriptor that is wanted.
         from: usize,
-        /// Rather the one in memory of a device, where there is one of this name there and one in the host's.
+        /// Of several of that name, rather the one in memory of this device; the one in the host's without.
         #[serde(default)]
-        on_device: bool,
+        device: Option<String>,
     },
     /// Makes room for a model, which stays this connection's until it is kept or the connection ends.
     Room {
         /// Bytes of its files.
         bytes: u64,
+        /// The files are in memory of a device, which not everybody may keep.
+        #[serde(default)]
+        on_device: bool,
     },
     /// Has models in memory of a device make room there: at least so many bytes, which are free soon after.
     DeviceRoom {
@@ -68,6 +71,11 @@ pub enum KeeperAsk {
 pub enum KeeperAnswer {
     /// Done.
     Done,
+    /// A model is kept.
+    Kept {
+        /// The hash of another model, whose place it has taken.
+        replaced: Option<String>,
+    },
     /// The descriptors come with it.
     Lent {
         /// How many there are in all.

@@ -83,7 +83,7 @@ pub(super) fn stages(loaded: &Loaded) -> Vec<MeasuredStage> {
             let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
             (s.busy, s.wall, s.bytes) = verified.map(|wall| (wall, wall, bytes))?;
         }
-        Some(MeasuredStage::new(s, loaded.report.wall))
+        Some(MeasuredStage::new(s, (loaded.report.wall, loaded.report.workers)))
     };
     loaded.report.stages.iter().copied().filter_map(stage).collect()
 }
@@ -155,6 +155,7 @@ pub(super) fn json(o: &Outcome) -> Report<'_> {
         "notes": o.odd,
         "bytes": o.run.loaded.files.iter().map(|file| file.model.len).sum::<u64>(),
         "read_bytes": r.bytes,
+        "workers": r.workers,
         "tensors": tensors(&o.run.loaded),
         "verified": verified.is_some(),
         "verify_s": verified.map(|wall| wall.as_secs_f64()),
@@ -385,6 +386,16 @@ mod tests {
     use super::*;
     use dmalane::addr::{DeviceVa, FileOffset, Span};
     use dmalane::load::Tensor;
+
+    #[test]
+    fn a_stage_of_several_workers_has_a_share_of_their_time() {
+        let ms = std::time::Duration::from_millis;
+        let read = StageReport { stage: Stage::Read, busy: ms(19), wall: ms(18), bytes: 1, in_flight: 2 };
+        let report =
+            dmalane::load::Report { wall: ms(10), workers: 2, stages: vec![read], ..dmalane::load::Report::default() };
+        let share = stages(&Loaded { files: Vec::new(), report })[0].share;
+        assert!((share.unwrap() - 0.9).abs() < 1e-9, "{share:?}");
+    }
 
     #[test]
     fn the_table_is_aligned_whatever_the_names() {
