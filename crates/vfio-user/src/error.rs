@@ -63,9 +63,6 @@ pub enum Error {
     /// The device's process broke the protocol.
     #[error("the device's process broke the protocol")]
     Protocol(#[from] ProtocolError),
-    /// The memory is not from a memfd, so no descriptor of it can be sent to the device's process.
-    #[error("the memory cannot be shared with the device's process: it is not from a memfd (MemfdHeap; --heap memfd)")]
-    NotMemfd,
     /// No range of IOVAs is free.
     #[error(transparent)]
     Iova(#[from] RangeError<Iova>),

@@ -108,7 +108,7 @@ impl Strict {
 /// Connects a client to a process that answers the version message with these data, and enforces its limits. The
 /// process is given when the client has gone.
 fn with(capabilities: &str, limits: (usize, u64, u64), test: impl FnOnce(Result<UserBus, Error>)) -> Strict {
-    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
     let (fds, data, page) = limits;
     let state =
         Strict { fds, data, page, bar: (0..BAR).map(|i| i as u8).collect(), config: vec![0; 256], ..Strict::default() };
@@ -120,7 +120,7 @@ fn with(capabilities: &str, limits: (usize, u64, u64), test: impl FnOnce(Result<
     let shared = state.clone();
     let server = std::thread::spawn(move || {
         let mut state = shared.lock().unwrap();
-        while let Ok(Some(message)) = receive(&mut theirs) {
+        while let Ok(Some(message)) = receive(&theirs) {
             let command = Command::from_number(message.command).unwrap();
             let answer = if command == Command::Version { Some(text.clone()) } else { state.answer(command, &message) };
             if answer.is_none() {
@@ -128,7 +128,7 @@ fn with(capabilities: &str, limits: (usize, u64, u64), test: impl FnOnce(Result<
             }
             let (flags, errno) = if answer.is_some() { (REPLY, 0) } else { (REPLY | ERROR, libc::EINVAL as u32) };
             let body = answer.unwrap_or_default();
-            send(&mut theirs, message.id, message.command, flags, errno, &body, &[]).unwrap();
+            send(&theirs, message.id, message.command, flags, errno, &body, &[]).unwrap();
         }
     });
     test(UserBus::over(ours));
