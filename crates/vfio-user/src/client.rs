@@ -254,7 +254,8 @@ impl Socket {
         }
         let mut answer = request[..16].to_vec();
         answer.resize(16 + (count - sent) as usize, 0);
-        let (wanted, mut done) = (if writes { Access::WRITE } else { Access::READ }, 0);
+        // All of it first: a write that is refused changes nothing.
+        let (wanted, mut parts, mut done) = (if writes { Access::WRITE } else { Access::READ }, Vec::new(), 0);
         while done < count {
             let here = at.checked_add(done).map(Iova::new).ok_or(Errno::FAULT)?;
             let (first, lent) = self.lent.range(..=here).next_back().ok_or(Errno::FAULT)?;
@@ -263,13 +264,15 @@ impl Socket {
             if n == 0 || !lent.access.contains(wanted) {
                 return Err(Errno::FAULT);
             }
-            let (offset, part) = (lent.offset + inside as usize, done as usize..(done + n) as usize);
-            match writes {
-                true => lent.buffer.write(offset, &fields.0[part]),
-                false => lent.buffer.read(offset, &mut answer[16..][part]),
-            }
-            .ok_or(Errno::FAULT)?;
+            parts.push((&lent.buffer, lent.offset + inside as usize, done as usize..(done + n) as usize));
             done += n;
+        }
+        for (buffer, offset, part) in parts {
+            let moved = match writes {
+                true => buffer.write(offset, &fields.0[part]),
+                false => buffer.read(offset, &mut answer[16..][part]),
+            };
+            moved.ok_or(Errno::FAULT)?;
         }
         Ok(answer)
     }
@@ -455,7 +458,7 @@ impl UserBus {
         Self::with_timeout(stream, TIMEOUT)
     }
 
-    fn with_timeout(stream: UnixStream, timeout: Duration) -> Result<Self, Error> {
+    pub(crate) fn with_timeout(stream: UnixStream, timeout: Duration) -> Result<Self, Error> {
         let mut socket = Socket::new(stream, timeout).map_err(Error::Setup)?;
         let text = format!(r#"{{"capabilities":{{"max_msg_fds":{MAX_FDS},"max_data_xfer_size":{MAX_DATA}}}}}"#);
         let hello = Body::default().u32(1 << 16).bytes(text.as_bytes()).bytes(&[0]);
@@ -713,7 +716,7 @@ impl Drop for UserBus {
 dmalane_dma::debug_as!(UserBus, |it| "UserBus {{ regions: {:?}, .. }}", it.regions);
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::os::fd::OwnedFd;
     use std::time::Instant;
 
@@ -749,7 +752,7 @@ mod tests {
     }
 
     /// Long enough for a device that answers at once.
-    const SHORT: Duration = Duration::from_secs(1);
+    pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
     /// An error with its source.
     fn chain(error: Error) -> String {

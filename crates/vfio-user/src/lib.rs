@@ -8,6 +8,8 @@ mod error;
 pub mod fuzzing;
 mod link;
 mod memory;
+#[cfg(test)]
+mod messages;
 mod server;
 #[cfg(test)]
 mod strict;

@@ -102,7 +102,7 @@ pub fn serve(stream: UnixStream, device: &mut dyn ServedDevice, memory: &ClientM
     serve_with(TIMEOUT, stream, device, memory)
 }
 
-fn serve_with(
+pub(crate) fn serve_with(
     timeout: Duration,
     stream: UnixStream,
     device: &mut dyn ServedDevice,
