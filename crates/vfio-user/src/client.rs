@@ -44,8 +44,8 @@ const MAX_ERRNO: u32 = 4095;
 /// Maximum length of a region's file; a longer one is not mapped.
 const MAX_WINDOW: u64 = 1 << 40;
 
-/// A device that another process serves, as its driver sees it. Memory from a memfd ([`dma::MemfdHeap`]) is sent to that
-/// process, which maps it; other memory it can only read and write by messages, if it knows them.
+/// A device that another process serves, as its driver sees it. Memory from a memfd ([`dma::MemfdHeap`]) is sent to
+/// that process, which maps it; other memory it can only read and write by messages, if it knows them.
 ///
 /// The device may access mapped memory until the bus is dropped.
 pub struct UserBus {
@@ -509,7 +509,11 @@ impl UserBus {
 
     /// Writes the command register, if the device has one: whole, as libvfio-user reads it.
     fn command(&self, bits: u8) -> Result<(), Error> {
-        if self.region_len(CONFIG) <= COMMAND + 1 { Ok(()) } else { self.write_region(CONFIG, COMMAND, &[bits, 0]) }
+        if self.has_command() { self.write_region(CONFIG, COMMAND, &[bits, 0]) } else { Ok(()) }
+    }
+
+    fn has_command(&self) -> bool {
+        self.region_len(CONFIG) > COMMAND + 1
     }
 
     /// The length of a region in bytes; 0 for one that the device does not have.
@@ -597,12 +601,27 @@ impl UserBus {
         Ok(())
     }
 
-    /// Resets the device.
+    /// Resets the device, and gives its command register back what it had, as the kernel's VFIO does.
     ///
     /// # Errors
     /// [`Error::Refused`] when it did not stop in time; [`Error::Unanswered`], [`Error::Protocol`].
     pub fn reset(&self) -> Result<(), Error> {
-        self.inner.ask(Command::Reset, Body::default(), &[]).map(drop)
+        let mut command = [0; 2];
+        let has_command = self.has_command();
+        if has_command {
+            self.read_region(CONFIG, COMMAND, &mut command)?;
+        }
+        self.ask(Command::Reset, Body::default())?;
+        if has_command { self.write_region(CONFIG, COMMAND, &command) } else { Ok(()) }
+    }
+
+    pub(crate) fn ask(&self, command: Command, body: Body) -> Result<Vec<u8>, Error> {
+        self.inner.ask(command, body, &[])
+    }
+
+    /// Maximum bytes of a region, of memory or of the device's state in a message.
+    pub(crate) fn max_data(&self) -> usize {
+        self.inner.limits.data
     }
 }
 

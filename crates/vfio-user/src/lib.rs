@@ -10,6 +10,7 @@ mod link;
 mod memory;
 #[cfg(test)]
 mod messages;
+mod migration;
 mod server;
 #[cfg(test)]
 mod strict;

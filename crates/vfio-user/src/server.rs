@@ -220,6 +220,7 @@ impl Server<'_> {
         match command {
             // Only at the beginning; what `handle` has taken; and what the device sends.
             Command::Version | Command::RegionInfo | Command::DmaRead | Command::DmaWrite => Err(Errno::INVAL),
+            Command::Feature | Command::MigrationRead | Command::MigrationWrite => Err(Errno::NOTSUP),
             Command::DeviceInfo => {
                 let flags = abi::VFIO_DEVICE_FLAGS_PCI | abi::VFIO_DEVICE_FLAGS_RESET;
                 Ok(body.u32(16).u32(flags).u32(REGIONS).u32(KINDS).0)

@@ -37,14 +37,20 @@ pub enum Command {
     DmaWrite = 12,
     /// Resets the device.
     Reset = 13,
+    /// Gets or sets a feature of the device, such as whether it runs.
+    Feature = 16,
+    /// Reads the state of the device.
+    MigrationRead = 17,
+    /// Writes the state of the device.
+    MigrationWrite = 18,
 }
 
 impl Command {
     pub(crate) fn from_number(number: u16) -> Option<Self> {
         use Command::*;
         let of_devices = [DeviceInfo, RegionInfo, IrqInfo, SetIrqs, RegionRead, RegionWrite, Reset];
-        let of_memory = [Version, DmaMap, DmaUnmap, DmaRead, DmaWrite];
-        of_devices.into_iter().chain(of_memory).find(|c| *c as u16 == number)
+        let others = [Version, DmaMap, DmaUnmap, DmaRead, DmaWrite, Feature, MigrationRead, MigrationWrite];
+        of_devices.into_iter().chain(others).find(|c| *c as u16 == number)
     }
 }
 

@@ -159,6 +159,11 @@ fn it_is_a_pci_device() {
         bus.write_bytes(2, bus.region_len(2) - 4, &[0; 8]).is_err() && bus.read_region(99, 0, &mut config).is_err()
     );
     bus.reset().unwrap();
+    // Its state is not saved.
+    let mut state = Vec::new();
+    for refused in [bus.save(&mut state), bus.restore(&state[..]), bus.resume()] {
+        assert!(error_chain(&refused.unwrap_err()).contains("refuses Feature: Operation not supported"));
+    }
     drop(bus);
     assert_eq!(server.end(), [true]);
 }
