@@ -418,7 +418,9 @@ fn answer_all(stream: &UnixStream, inner: &Weak<Inner>) {
 impl Drop for Socket {
     /// Ends the thread that answers, which has a descriptor of its own.
     fn drop(&mut self) {
-        let _ = self.stream.shutdown(Shutdown::Both);
+        if self.asked {
+            let _ = self.stream.shutdown(Shutdown::Both);
+        }
     }
 }
 

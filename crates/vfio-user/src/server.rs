@@ -71,8 +71,8 @@ pub enum ServeError {
     /// The socket failed, or the client sent a malformed message ([`io::ErrorKind::InvalidData`]).
     #[error("the client's socket failed")]
     Socket(#[from] io::Error),
-    /// The first message was not a version message with a supported version.
-    #[error("the client's first message has no supported version (0.x)")]
+    /// The first message was not a version message with a supported version and sound capabilities.
+    #[error("the client's first message has no supported version (0.x), or unsound capabilities")]
     Version,
 }
 
