@@ -362,7 +362,7 @@ fn an_answer_behind_a_request_is_found() {
     });
 }
 
-/// Its client has the bytes of such a message elsewhere.
+/// Some clients of that version have the bytes of such a message elsewhere.
 #[test]
 fn a_client_of_version_0_0_is_asked_for_nothing() {
     with_client(0, "{}", LONG, |_, mut port, _| {

@@ -150,7 +150,8 @@ impl Server<'_> {
         let body = Body::default().u32(version).bytes(text.as_bytes()).bytes(&[0]);
         send(&stream, first.id, first.command, REPLY, 0, &body.0, &[])?;
         let link = Arc::new(Link::new(stream, timeout.min(ANSWER_TIMEOUT), max_data));
-        // QEMU (11.1) takes the bytes of memory in a message from four bytes before their place.
+        // QEMU announces 0.0. Its first vfio-user counts in 32 bits, which puts the bytes of memory in a message four
+        // bytes before their place; 11.1 does not. Nothing tells them apart.
         self.memory.set_link((minor > 0).then(|| link.clone()));
         let served = self.answer_all(&link);
         link.end(None);
