@@ -47,7 +47,7 @@ pub use heap::{
 pub use interrupts::InterruptEvents;
 pub use lock::lock;
 pub use memory::BufferRef;
-pub use mmio::{Mmio, aligned_words};
+pub use mmio::Mmio;
 pub use pagemap::physical_runs;
 pub use pages::{NoPages, PageBacking, PageKind};
 pub use peer::{PeerError, check_peer, trusted_users};
@@ -58,4 +58,4 @@ pub use room::{Room, memlock_left, memory_limit, room, room_at};
 pub use slice::BufferSlice;
 pub use socket::{ReceivedBytes, SocketFile, receive_with_fds, send_with_fds};
 pub use sys::{DriverMemory, FileMapping, RawMemory};
-pub use volatile::{VolatileSlice, stream_fence};
+pub use volatile::{VolatileSlice, aligned_words, stream_fence};

@@ -163,6 +163,22 @@ impl BufferRef {
         lock(&self.0.uses).writers -= 1;
     }
 
+    /// For registrars that access memory in a device's place: reads bytes from `offset` on, as
+    /// [`VolatileSlice::read_words`].
+    pub fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
+        self.as_volatile_slice().read_words(offset, into)
+    }
+
+    /// As [`BufferRef::read`], writes. Waits while bytes of the memory are lent, as a mapping does that lets a device
+    /// write.
+    #[must_use = "None says that nothing was written"]
+    pub fn write(&self, offset: usize, from: &[u8]) -> Option<()> {
+        self.admit_writer();
+        let written = self.as_volatile_slice().write_words(offset, from);
+        self.retire_writer();
+        written
+    }
+
     #[inline]
     pub(crate) fn as_volatile_slice(&self) -> VolatileSlice<'_> {
         self.0.region.as_volatile_slice()

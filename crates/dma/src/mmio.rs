@@ -1,6 +1,5 @@
 //! The port of drivers of register-mapped hardware.
 
-use std::ops::Range;
 use std::time::Duration;
 
 use crate::{Error, Registrar};
@@ -82,50 +81,4 @@ pub trait Mmio: Registrar {
 
     /// Waits for an interrupt, for at most `timeout`; true when one came. May return early without one.
     fn wait(&self, timeout: Duration) -> bool;
-}
-
-/// Splits an access to `len` bytes of a device's memory at `at` into the widest aligned words of 8, 4, 2 and 1 bytes,
-/// in order, as ranges of the access. Many devices answer a register only in one access of its width.
-pub fn aligned_words(at: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
-    let mut next = 0;
-    std::iter::from_fn(move || {
-        let start = next;
-        let fits = |width: &usize| start + width <= len && at.wrapping_add(start).is_multiple_of(*width);
-        next += [8, 4, 2, 1].into_iter().find(fits)?;
-        Some(start..next)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_are_as_wide_as_alignment_and_length_allow() {
-        let widths = |at, len| aligned_words(at, len).map(|word| word.len()).collect::<Vec<_>>();
-        for (at, len, wanted) in [
-            (0, 0, &[][..]),
-            (0, 1, &[1]),
-            (0, 2, &[2]),
-            (2, 4, &[2, 2]),
-            (4, 4, &[4]),
-            (4, 8, &[4, 4]),
-            (8, 8, &[8]),
-            (1, 15, &[1, 2, 4, 8]),
-            (0, 15, &[8, 4, 2, 1]),
-            (4, 16, &[4, 8, 4]),
-        ] {
-            assert_eq!(widths(at, len), wanted, "{len} bytes at {at}");
-        }
-        for (at, len) in (0..32).flat_map(|at| (0..40).map(move |len| (at, len))) {
-            let mut end = 0;
-            for word in aligned_words(at, len) {
-                let (start, width) = (at + word.start, word.len());
-                assert!(word.start == end && start.is_multiple_of(width));
-                assert!(width == 8 || !start.is_multiple_of(2 * width) || word.start + 2 * width > len);
-                end = word.end;
-            }
-            assert_eq!(end, len);
-        }
-    }
 }

@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use crate::processor::{self, CopyHint};
@@ -16,6 +17,18 @@ use crate::processor::{self, CopyHint};
 #[inline]
 pub fn stream_fence() {
     processor::stream_fence();
+}
+
+/// Splits an access to `len` bytes of a device's memory at `at` into the widest aligned words of 8, 4, 2 and 1 bytes,
+/// in order, as ranges of the access. Many devices answer a register only in one access of its width.
+pub fn aligned_words(at: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let start = next;
+        let fits = |width: &usize| start + width <= len && at.wrapping_add(start).is_multiple_of(*width);
+        next += [8, 4, 2, 1].into_iter().find(fits)?;
+        Some(start..next)
+    })
 }
 
 /// A range of shared memory: bounds-checked and copyable, accessed without references.
@@ -196,6 +209,36 @@ impl<'a> VolatileSlice<'a> {
         Some(())
     }
 
+    /// Reads bytes from `offset` on, aligned words of 32 and 64 bits in one access each, since the other side may write
+    /// them at any time. `None` for bytes that do not lie within.
+    pub fn read_words(&self, offset: usize, into: &mut [u8]) -> Option<()> {
+        self.sub(offset, into.len())?;
+        for word in aligned_words(self.ptr.addr().get().wrapping_add(offset), into.len()) {
+            let (at, into) = (offset + word.start, &mut into[word]);
+            match into.len() {
+                8 => into.copy_from_slice(&self.load_u64(at)?.to_le_bytes()),
+                4 => into.copy_from_slice(&self.load_u32(at)?.to_le_bytes()),
+                len => self.sub(at, len)?.read(into),
+            }
+        }
+        Some(())
+    }
+
+    /// Writes bytes from `offset` on, as [`VolatileSlice::read_words`] reads them.
+    #[must_use = "None says that nothing was written"]
+    pub fn write_words(&self, offset: usize, from: &[u8]) -> Option<()> {
+        self.sub(offset, from.len())?;
+        for word in aligned_words(self.ptr.addr().get().wrapping_add(offset), from.len()) {
+            let at = offset + word.start;
+            match from[word] {
+                [a, b, c, d, e, f, g, h] => self.store_u64(at, u64::from_le_bytes([a, b, c, d, e, f, g, h]))?,
+                [a, b, c, d] => self.store_u32(at, u32::from_le_bytes([a, b, c, d]))?,
+                ref bytes => self.sub(at, bytes.len())?.write(bytes),
+            }
+        }
+        Some(())
+    }
+
     /// Replaces an aligned 32-bit word and returns the old one, in one total order with all other swaps: when two sides
     /// each swap their own word and then read the other's, at least one sees the other's write. `None` as for
     /// [`VolatileSlice::load_u32`].
@@ -229,6 +272,53 @@ mod tests {
     use super::*;
     use crate::{AnonHeap, Heap};
     use proptest::prelude::*;
+
+    #[test]
+    fn words_are_as_wide_as_alignment_and_length_allow() {
+        let widths = |at, len| aligned_words(at, len).map(|word| word.len()).collect::<Vec<_>>();
+        for (at, len, wanted) in [
+            (0, 0, &[][..]),
+            (0, 1, &[1]),
+            (0, 2, &[2]),
+            (2, 4, &[2, 2]),
+            (4, 4, &[4]),
+            (4, 8, &[4, 4]),
+            (8, 8, &[8]),
+            (1, 15, &[1, 2, 4, 8]),
+            (0, 15, &[8, 4, 2, 1]),
+            (4, 16, &[4, 8, 4]),
+        ] {
+            assert_eq!(widths(at, len), wanted, "{len} bytes at {at}");
+        }
+        for (at, len) in (0..32).flat_map(|at| (0..40).map(move |len| (at, len))) {
+            let mut end = 0;
+            for word in aligned_words(at, len) {
+                let (start, width) = (at + word.start, word.len());
+                assert!(word.start == end && start.is_multiple_of(width));
+                assert!(width == 8 || !start.is_multiple_of(2 * width) || word.start + 2 * width > len);
+                end = word.end;
+            }
+            assert_eq!(end, len);
+        }
+    }
+
+    /// Bytes come out as they went in, wherever they begin, also of a view that begins anywhere.
+    #[test]
+    fn words_are_read_and_written_anywhere() {
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+        let bytes: Vec<u8> = (1..40).collect();
+        for (view, offset, len) in (0..9).flat_map(|v| (0..9).flat_map(move |o| (0..40).map(move |len| (v, o, len)))) {
+            let view = slice.as_volatile_slice().sub(view, 64).unwrap();
+            view.fill(0);
+            view.write_words(offset, &bytes[..len]).unwrap();
+            let mut back = [0xff; 64];
+            view.read_words(0, &mut back).unwrap();
+            assert_eq!(back[offset..][..len], bytes[..len]);
+            assert!(back[..offset].iter().chain(&back[offset + len..]).all(|byte| *byte == 0));
+        }
+        let view = slice.as_volatile_slice();
+        assert_eq!((view.read_words(4090, &mut [0; 7]), view.write_words(usize::MAX, &[0; 2])), (None, None));
+    }
 
     #[test]
     fn refuses_access_out_of_range() {

@@ -1,25 +1,29 @@
 //! The client's side of vfio-user: a bus whose device is in another process.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::Shutdown;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{
     self as dma, BufferRef, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf,
     Undo, VolatileSlice, lock,
 };
-use serde_json::Value;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use vfio_bindings::bindings::vfio as abi;
 
-use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, MAX_FDS, Message, REPLY, receive, send};
+use crate::capabilities::Announced;
+use crate::wire::{
+    Body, Command, ERROR, Fields, MAX_DATA, MAX_FDS, MAX_PUSHED, Message, NO_REPLY, REPLY, receive, send,
+};
 use crate::{Error, ProtocolError};
 
 const CONFIG: u32 = abi::VFIO_PCI_CONFIG_REGION_INDEX;
@@ -40,8 +44,8 @@ const MAX_ERRNO: u32 = 4095;
 /// Maximum length of a region's file; a longer one is not mapped.
 const MAX_WINDOW: u64 = 1 << 40;
 
-/// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]),
-/// which can be sent to that process.
+/// A device that another process serves, as its driver sees it. Memory from a memfd ([`dma::MemfdHeap`]) is sent to
+/// that process, which maps it; other memory it can only read and write by messages, if it knows them.
 ///
 /// The device may access mapped memory until the bus is dropped.
 pub struct UserBus {
@@ -82,6 +86,10 @@ impl Window {
 
 struct Inner {
     socket: Mutex<Socket>,
+    /// Threads that have requests to send.
+    asking: AtomicUsize,
+    /// This, for the thread that answers the device's process.
+    this: Weak<Inner>,
     limits: Limits,
     iovas: Mutex<RangeCache<Iova>>,
     /// The lengths of the parts of mappings that have several, by first address: a server unmaps what it has mapped,
@@ -105,23 +113,13 @@ struct Limits {
 const MAX_PAGE: u64 = 16 << 20;
 
 impl Limits {
-    /// Parses the capabilities of a version message, JSON that ends with a zero. Absent ones have the defaults of the
-    /// specification.
+    /// Parses the capabilities of a version message. Absent ones have the defaults of the specification.
     fn parse(text: &[u8]) -> Result<Self, ProtocolError> {
-        let text = text.split(|byte| *byte == 0).next().unwrap_or_default();
-        let all: Value = match text {
-            [] => Value::Null,
-            _ => serde_json::from_slice(text).map_err(|_| ProtocolError::Capability("version data"))?,
-        };
-        let number = |name, absent, least| match &all["capabilities"][name] {
-            Value::Null => Ok(absent),
-            value => value.as_u64().filter(|limit| *limit >= least).ok_or(ProtocolError::Capability(name)),
-        };
+        let announced = Announced::parse(text)?;
         Ok(Self {
-            fds: number("max_msg_fds", 1, 1)?.min(MAX_FDS as u64) as usize,
-            // Words of 64 bits stay whole.
-            data: number("max_data_xfer_size", 1 << 20, 8)?.min(MAX_DATA as u64) as usize & !7,
-            page: PageSizes::from_bits(number("pgsizes", 4096, 4096)? & !0xfff)
+            fds: announced.number("max_msg_fds", 1, 1)?.min(MAX_FDS as u64) as usize,
+            data: announced.max_data()?,
+            page: PageSizes::from_bits(announced.number("pgsizes", 4096, 4096)? & !0xfff)
                 .smallest()
                 .filter(|page| page.bytes() <= MAX_PAGE)
                 .ok_or(ProtocolError::Capability("pgsizes"))?,
@@ -129,8 +127,21 @@ impl Limits {
     }
 }
 
+/// Memory that the device's process may ask for.
+struct Lent {
+    len: u64,
+    access: Access,
+    buffer: BufferRef,
+    /// Its first byte in the buffer.
+    offset: usize,
+}
+
 struct Socket {
     stream: UnixStream,
+    /// What is mapped, by first address.
+    lent: BTreeMap<Iova, Lent>,
+    /// The device's process asks for memory, or has to.
+    asked: bool,
     /// For a message to be read, and to be answered.
     timeout: Duration,
     next: u16,
@@ -145,7 +156,7 @@ impl Socket {
     fn new(stream: UnixStream, timeout: Duration) -> io::Result<Self> {
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
-        Ok(Self { stream, timeout, next: 0, broken: false, gone: false })
+        Ok(Self { stream, lent: BTreeMap::new(), asked: false, timeout, next: 0, broken: false, gone: false })
     }
 
     /// Sends a request and returns the body of its answer.
@@ -159,12 +170,10 @@ impl Socket {
             return Err(Error::Unanswered { command, source: io::ErrorKind::NotConnected.into() });
         }
         let answer = self.exchange(command, body, fds).inspect_err(|error| {
-            use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-            self.gone = matches!(error, Error::Unanswered { source, .. }
-                if matches!(source.kind(), BrokenPipe | ConnectionReset | UnexpectedEof));
-            // The device's process sees the end of the stream and unmaps everything; no unmap requests will follow.
-            self.broken = true;
-            let _ = self.stream.shutdown(Shutdown::Both);
+            self.lose(match error {
+                Error::Unanswered { source, .. } => source.kind(),
+                _ => io::ErrorKind::InvalidData,
+            });
         })?;
         if answer.flags & ERROR != 0 {
             let source = match answer.error {
@@ -190,11 +199,80 @@ impl Socket {
         };
         let id = self.next;
         self.next = self.next.wrapping_add(1);
-        send(&mut self.stream, id, command as u16, 0, 0, body, fds).map_err(lost)?;
-        let answer = receive(&mut self.stream).map_err(lost)?;
-        let answer = answer.ok_or_else(|| lost(io::ErrorKind::UnexpectedEof.into()))?;
-        if (answer.id, answer.command) != (id, command as u16) || answer.flags & REPLY == 0 {
-            return Err(ProtocolError::WrongAnswer.into());
+        send(&self.stream, id, command as u16, 0, 0, body, fds).map_err(lost)?;
+        let began = Instant::now();
+        loop {
+            let message = receive(&self.stream).map_err(lost)?;
+            let message = message.ok_or_else(|| lost(io::ErrorKind::UnexpectedEof.into()))?;
+            if message.flags & REPLY != 0 {
+                let matches = (message.id, message.command) == (id, command as u16);
+                return if matches { Ok(message) } else { Err(ProtocolError::WrongAnswer.into()) };
+            }
+            self.lend(&message).ok_or(ProtocolError::WrongAnswer)?.map_err(lost)?;
+            if began.elapsed() > timeout {
+                return Err(lost(io::ErrorKind::WouldBlock.into()));
+            }
+        }
+    }
+
+    /// Shuts the socket down after an error of this kind. The device's process sees the end of the stream and unmaps
+    /// everything; no unmap requests will follow.
+    fn lose(&mut self, kind: io::ErrorKind) {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        self.gone |= matches!(kind, BrokenPipe | ConnectionReset | UnexpectedEof);
+        self.broken = true;
+        self.lent.clear();
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    /// Answers a request of the device's process for memory; `None` for another request.
+    fn lend(&mut self, request: &Message) -> Option<io::Result<()>> {
+        let writes = match Command::from_number(request.command) {
+            Some(Command::DmaRead) => false,
+            Some(Command::DmaWrite) => true,
+            _ => return None,
+        };
+        self.asked = true;
+        let answer = self.access(&request.body, writes);
+        if request.flags & NO_REPLY != 0 {
+            return Some(Ok(()));
+        }
+        let (flags, errno, body) = match answer {
+            Ok(body) => (REPLY, 0, body),
+            Err(errno) => (REPLY | ERROR, errno.raw_os_error() as u32, Vec::new()),
+        };
+        Some(send(&self.stream, request.id, request.command, flags, errno, &body, &[]))
+    }
+
+    /// Reads or writes mapped memory, as far as it is mapped for that, and gives the body of the answer.
+    fn access(&self, request: &[u8], writes: bool) -> Result<Vec<u8>, Errno> {
+        let mut fields = Fields(request);
+        let (at, count) = (fields.u64().ok_or(Errno::INVAL)?, fields.u64().ok_or(Errno::INVAL)?);
+        let sent = if writes { count } else { 0 };
+        if count > MAX_DATA as u64 || fields.0.len() as u64 != sent {
+            return Err(Errno::INVAL);
+        }
+        let mut answer = request[..16].to_vec();
+        answer.resize(16 + (count - sent) as usize, 0);
+        // All of it first: a write that is refused changes nothing.
+        let (wanted, mut parts, mut done) = (if writes { Access::WRITE } else { Access::READ }, Vec::new(), 0);
+        while done < count {
+            let here = at.checked_add(done).map(Iova::new).ok_or(Errno::FAULT)?;
+            let (first, lent) = self.lent.range(..=here).next_back().ok_or(Errno::FAULT)?;
+            let inside = here.bits() - first.bits();
+            let n = lent.len.saturating_sub(inside).min(count - done);
+            if n == 0 || !lent.access.contains(wanted) {
+                return Err(Errno::FAULT);
+            }
+            parts.push((&lent.buffer, lent.offset + inside as usize, done as usize..(done + n) as usize));
+            done += n;
+        }
+        for (buffer, offset, part) in parts {
+            let moved = match writes {
+                true => buffer.write(offset, &fields.0[part]),
+                false => buffer.read(offset, &mut answer[16..][part]),
+            };
+            moved.ok_or(Errno::FAULT)?;
         }
         Ok(answer)
     }
@@ -244,24 +322,57 @@ fn mappable_areas(info: &[u8], mut at: usize) -> Option<Vec<Range<u64>>> {
 }
 
 impl Inner {
-    fn ask(&self, command: Command, body: Body, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
-        lock(&self.socket).ask(command, &body.0, fds)
+    /// Locks the socket before the thread that answers the device's process.
+    fn socket(&self) -> MutexGuard<'_, Socket> {
+        self.asking.fetch_add(1, Ordering::Relaxed);
+        let socket = lock(&self.socket);
+        self.asking.fetch_sub(1, Ordering::Relaxed);
+        socket
     }
 
+    fn ask(&self, command: Command, body: Body, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
+        let mut socket = self.socket();
+        let asked = socket.asked;
+        let answer = socket.ask(command, &body.0, fds);
+        if socket.asked && !asked {
+            self.answer_always(&socket);
+        }
+        answer
+    }
+
+    /// Answers the device's process from now on also while no request of this one waits for an answer.
+    fn answer_always(&self, socket: &Socket) {
+        let (Ok(stream), this) = (socket.stream.try_clone(), self.this.clone()) else { return };
+        // Without a thread it is answered with the next request.
+        let _ = std::thread::Builder::new().name("dmalane-vfio-user".into()).spawn(move || answer_all(&stream, &this));
+    }
+
+    /// Maps memory: by a descriptor, if it has one.
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
-        let fd = pinned.reference().export().map_err(|_| Error::NotMemfd)?;
+        let fd = pinned.reference().export().ok();
+        let (buffer, offset) = (pinned.reference().clone(), pinned.range().start);
+        let mut socket = self.socket();
+        if fd.is_none() && !std::mem::replace(&mut socket.asked, true) {
+            self.answer_always(&socket);
+        }
         // 1: the device may read; 2: it may write.
         let flags = (access & Access::RW).bits().into();
-        let body = Body::default().u32(32).u32(flags).u64(pinned.range().start as u64);
+        let body = Body::default().u32(32).u32(flags).u64(if fd.is_some() { offset as u64 } else { 0 });
         let body = body.u64(span.first().bits()).u64(span.len());
-        self.ask(Command::DmaMap, body, &[fd]).map(drop)
+        // Before the answer comes, the device's process may have asked for it.
+        socket.lent.insert(span.first(), Lent { len: span.len(), access, buffer, offset });
+        let mapped = socket.ask(Command::DmaMap, &body.0, fd.as_slice());
+        mapped.map(drop).inspect_err(|_| drop(socket.lent.remove(&span.first())))
     }
 
     /// Unmaps a span. False when the device's process did not answer and still exists: it will unmap when it finds the
     /// socket shut down, at an unknown time.
     fn try_unmap(&self, span: Span<Iova>) -> bool {
         let body = Body::default().u32(24).u32(0).u64(span.first().bits()).u64(span.len());
-        self.ask(Command::DmaUnmap, body, &[]).is_ok() || lock(&self.socket).gone
+        let mut socket = self.socket();
+        let unmapped = socket.ask(Command::DmaUnmap, &body.0, &[]).is_ok();
+        socket.lent.remove(&span.first());
+        unmapped || socket.gone
     }
 
     /// Unmaps the parts of a span, which have these lengths and begin with it. False as for [`Inner::try_unmap`].
@@ -272,6 +383,44 @@ impl Inner {
             at += len;
             part.is_some_and(|part| self.try_unmap(part))
         })
+    }
+}
+
+/// Answers the device's process while no request waits for an answer, until the socket is shut down.
+fn answer_all(stream: &UnixStream, inner: &Weak<Inner>) {
+    let readable = |left: Option<&Timespec>| poll(&mut [PollFd::new(stream, PollFlags::IN)], left) != Ok(0);
+    while readable(None)
+        && let Some(inner) = inner.upgrade()
+    {
+        if inner.asking.load(Ordering::Relaxed) > 0 {
+            std::thread::sleep(Duration::from_micros(50));
+            continue;
+        }
+        let mut socket = lock(&inner.socket);
+        if socket.broken {
+            return;
+        }
+        // Whoever had the socket may have received what was there.
+        if !readable(Some(&Timespec::default())) {
+            continue;
+        }
+        let answered = receive(stream).and_then(|request| {
+            let request = request.ok_or(io::ErrorKind::UnexpectedEof)?;
+            let is_request = request.flags & REPLY == 0;
+            is_request.then(|| socket.lend(&request)).flatten().ok_or(io::ErrorKind::InvalidData)?
+        });
+        if let Err(error) = answered {
+            return socket.lose(error.kind());
+        }
+    }
+}
+
+impl Drop for Socket {
+    /// Ends the thread that answers, which has a descriptor of its own.
+    fn drop(&mut self) {
+        if self.asked {
+            let _ = self.stream.shutdown(Shutdown::Both);
+        }
     }
 }
 
@@ -311,7 +460,7 @@ impl UserBus {
         Self::with_timeout(stream, TIMEOUT)
     }
 
-    fn with_timeout(stream: UnixStream, timeout: Duration) -> Result<Self, Error> {
+    pub(crate) fn with_timeout(stream: UnixStream, timeout: Duration) -> Result<Self, Error> {
         let mut socket = Socket::new(stream, timeout).map_err(Error::Setup)?;
         let text = format!(r#"{{"capabilities":{{"max_msg_fds":{MAX_FDS},"max_data_xfer_size":{MAX_DATA}}}}}"#);
         let hello = Body::default().u32(1 << 16).bytes(text.as_bytes()).bytes(&[0]);
@@ -346,21 +495,27 @@ impl UserBus {
         let mut iovas = RangeAllocator::new(span(first, (1 << 39) - 1).ok_or(bad)?, limits.page);
         let window = span(window.max(first), 0xfeef_ffff | (page - 1)).ok_or(bad)?;
         iovas.reserve(window)?;
-        let inner = Inner {
+        let inner = Arc::new_cyclic(|this| Inner {
             socket: Mutex::new(socket),
+            asking: AtomicUsize::new(0),
+            this: this.clone(),
             limits,
             iovas: Mutex::new(RangeCache::new(iovas)),
             parts: Mutex::default(),
             mapped: AtomicU64::new(0),
-        };
-        let this = Self { inner: Arc::new(inner), regions, interrupts, decodes: AtomicBool::new(true) };
+        });
+        let this = Self { inner, regions, interrupts, decodes: AtomicBool::new(true) };
         this.command(COMMAND_MEMORY | COMMAND_MASTER)?;
         Ok(this)
     }
 
     /// Writes the command register, if the device has one: whole, as libvfio-user reads it.
     fn command(&self, bits: u8) -> Result<(), Error> {
-        if self.region_len(CONFIG) <= COMMAND + 1 { Ok(()) } else { self.write_region(CONFIG, COMMAND, &[bits, 0]) }
+        if self.has_command() { self.write_region(CONFIG, COMMAND, &[bits, 0]) } else { Ok(()) }
+    }
+
+    fn has_command(&self) -> bool {
+        self.region_len(CONFIG) > COMMAND + 1
     }
 
     /// The length of a region in bytes; 0 for one that the device does not have.
@@ -411,7 +566,7 @@ impl UserBus {
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         self.check_range(region, offset, into.len())?;
         if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, into.len())) {
-            load(&slice, offset, into);
+            slice.read_words(0, into).expect("it has as many bytes");
             return Ok(());
         }
         let mut at = offset;
@@ -432,11 +587,11 @@ impl UserBus {
     pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
         self.check_range(region, offset, from.len())?;
         if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, from.len())) {
-            store(&slice, offset, from);
+            slice.write_words(0, from).expect("it has as many bytes");
             return Ok(());
         }
         let mut at = offset;
-        for chunk in from.chunks(self.inner.limits.data) {
+        for chunk in from.chunks(self.inner.limits.data.min(MAX_PUSHED)) {
             let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32).bytes(chunk);
             self.inner.ask(Command::RegionWrite, body, &[])?;
             at += chunk.len() as u64;
@@ -448,39 +603,27 @@ impl UserBus {
         Ok(())
     }
 
-    /// Resets the device.
+    /// Resets the device, and gives its command register back what it had, as the kernel's VFIO does.
     ///
     /// # Errors
     /// [`Error::Refused`] when it did not stop in time; [`Error::Unanswered`], [`Error::Protocol`].
     pub fn reset(&self) -> Result<(), Error> {
-        self.inner.ask(Command::Reset, Body::default(), &[]).map(drop)
-    }
-}
-
-/// Reads bytes at an offset of a region, aligned words of 32 and 64 bits in one access each, since the device may write
-/// them at any time.
-fn load(slice: &VolatileSlice<'_>, offset: u64, into: &mut [u8]) {
-    for word in dma::aligned_words(offset as usize, into.len()) {
-        let (at, into) = (word.start, &mut into[word]);
-        match into.len() {
-            8 => slice.load_u64(at).map(|word| into.copy_from_slice(&word.to_le_bytes())),
-            4 => slice.load_u32(at).map(|word| into.copy_from_slice(&word.to_le_bytes())),
-            len => slice.sub(at, len).map(|slice| slice.read(into)),
+        let mut command = [0; 2];
+        let has_command = self.has_command();
+        if has_command {
+            self.read_region(CONFIG, COMMAND, &mut command)?;
         }
-        .expect("an aligned word within the slice");
+        self.ask(Command::Reset, Body::default())?;
+        if has_command { self.write_region(CONFIG, COMMAND, &command) } else { Ok(()) }
     }
-}
 
-/// Writes bytes at an offset of a region, as [`load`] reads them.
-fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
-    for word in dma::aligned_words(offset as usize, from.len()) {
-        let at = word.start;
-        match from[word] {
-            [a, b, c, d, e, f, g, h] => slice.store_u64(at, u64::from_le_bytes([a, b, c, d, e, f, g, h])),
-            [a, b, c, d] => slice.store_u32(at, u32::from_le_bytes([a, b, c, d])),
-            ref bytes => slice.sub(at, bytes.len()).map(|slice| slice.write(bytes)),
-        }
-        .expect("an aligned word within the slice");
+    pub(crate) fn ask(&self, command: Command, body: Body) -> Result<Vec<u8>, Error> {
+        self.inner.ask(command, body, &[])
+    }
+
+    /// Maximum bytes of a region, of memory or of the device's state in a message.
+    pub(crate) fn max_data(&self) -> usize {
+        self.inner.limits.data
     }
 }
 
@@ -505,10 +648,11 @@ impl Registrar for UserBus {
 
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
         for pinned in &list {
-            pinned.reference().export().map_err(|e| match e {
-                dma::Error::NoDescriptor => Error::NotMemfd.into(),
-                e => e,
-            })?;
+            if let Err(e) = pinned.reference().export()
+                && !matches!(e, dma::Error::NoDescriptor)
+            {
+                return Err(e);
+            }
         }
         let len = Pinned::admit_all(&mut list, &self.inner, access)?;
         let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
@@ -521,7 +665,7 @@ impl Registrar for UserBus {
             let part = span.sub(done, parts[i]).expect("the lengths add up to the span's");
             if let Err(e) = self.inner.dma_map(pinned, part, access) {
                 // A request that was not answered may have mapped the part.
-                let mapped = if matches!(e, Error::Refused { .. } | Error::NotMemfd) { i } else { i + 1 };
+                let mapped = if matches!(e, Error::Refused { .. }) { i } else { i + 1 };
                 match self.inner.try_unmap_parts(span, &parts[..mapped]) {
                     true => lock(&self.inner.iovas).free(lease),
                     false => list.iter_mut().for_each(Pinned::leak),
@@ -593,7 +737,7 @@ impl Drop for UserBus {
 dmalane_dma::debug_as!(UserBus, |it| "UserBus {{ regions: {:?}, .. }}", it.regions);
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::os::fd::OwnedFd;
     use std::time::Instant;
 
@@ -629,7 +773,7 @@ mod tests {
     }
 
     /// Long enough for a device that answers at once.
-    const SHORT: Duration = Duration::from_secs(1);
+    pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
     /// An error with its source.
     fn chain(error: Error) -> String {
@@ -650,7 +794,7 @@ mod tests {
     fn a_device_that_answers_in_drops_times_out() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let device = std::thread::spawn(move || {
-            let Some(request) = receive(&mut theirs).unwrap() else { return };
+            let Some(request) = receive(&theirs).unwrap() else { return };
             let mut answer = Vec::new();
             for half in [request.id, request.command] {
                 answer.extend(half.to_le_bytes());
@@ -683,10 +827,10 @@ mod tests {
             (4095, "Unknown error 4095 (os error 4095)"),
             (5, "Input/output error (os error 5)"),
         ] {
-            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let (ours, theirs) = UnixStream::pair().unwrap();
             let device = std::thread::spawn(move || {
-                let request = receive(&mut theirs).unwrap().unwrap();
-                send(&mut theirs, request.id, request.command, REPLY | ERROR, number, &[], &[]).unwrap();
+                let request = receive(&theirs).unwrap().unwrap();
+                send(&theirs, request.id, request.command, REPLY | ERROR, number, &[], &[]).unwrap();
             });
             let error = chain(Socket::new(ours, TIMEOUT).unwrap().ask(Command::Reset, &[], &[]).unwrap_err());
             assert_eq!(error, format!("the device's process refuses Reset: {text}"));

@@ -63,9 +63,9 @@ pub enum Error {
     /// The device's process broke the protocol.
     #[error("the device's process broke the protocol")]
     Protocol(#[from] ProtocolError),
-    /// The memory is not from a memfd, so no descriptor of it can be sent to the device's process.
-    #[error("the memory cannot be shared with the device's process: it is not from a memfd (MemfdHeap; --heap memfd)")]
-    NotMemfd,
+    /// The state of the device cannot be written to where it is saved, or read from there.
+    #[error("cannot write or read the saved state of the device")]
+    State(#[source] io::Error),
     /// No range of IOVAs is free.
     #[error(transparent)]
     Iova(#[from] RangeError<Iova>),
@@ -106,6 +106,7 @@ fn causes_are_printed_once() {
         Error::Setup(source()),
         Error::Unanswered { command, source: source() },
         Error::Refused { command, source: source() },
+        Error::State(source()),
         ProtocolError::Version.into(),
     ] {
         let chain = std::iter::successors(Some(&error as &dyn std::error::Error), |&e| e.source());

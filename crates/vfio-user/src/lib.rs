@@ -1,11 +1,16 @@
 //! The vfio-user protocol: a PCI device in another process, over a socket.
 #![doc = include_str!("../README.md")]
 
+mod capabilities;
 mod client;
 mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+mod link;
 mod memory;
+#[cfg(test)]
+mod messages;
+mod migration;
 mod server;
 #[cfg(test)]
 mod strict;

@@ -5,8 +5,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use dmalane_addr::{Access, Address, Iova, Span};
-use dmalane_dma::{DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, VolatileSlice};
+use dmalane_dma::{AnonHeap, DeviceMem, DmaFault, FaultReason, Heap, HeldMem, SharedBuf, VolatileSlice};
 use rustix::io::Errno;
+
+use crate::link::Link;
+use crate::wire::MAX_PUSHED;
 
 /// Maximum mappings of one client: the limit of the kernel's VFIO.
 const MAX_MAPPINGS: usize = 65_535;
@@ -24,7 +27,7 @@ pub struct ClientMemory(Arc<RwLock<Mappings>>);
 
 impl Default for ClientMemory {
     fn default() -> Self {
-        let mappings = Mappings { bus_master: true, by_iova: BTreeMap::new(), files: HashMap::new() };
+        let mappings = Mappings { bus_master: true, by_iova: BTreeMap::new(), files: HashMap::new(), link: None };
         Self(Arc::new(RwLock::new(mappings)))
     }
 }
@@ -36,12 +39,14 @@ struct Mappings {
     by_iova: BTreeMap<Iova, ClientMapping>,
     /// Each file once, however often the client sends it, by device and inode.
     files: HashMap<(u64, u64), Weak<SharedBuf>>,
+    /// Reaches the memory that has no file.
+    link: Option<Arc<Link>>,
 }
 
 struct ClientMapping {
     last: Iova,
     access: Access,
-    /// The mapped file; `None` for memory without a file, which the device cannot access.
+    /// The mapped file; `None` for memory without a file, which the device accesses by messages.
     file: Option<Arc<SharedBuf>>,
     /// Offset of the mapping in the file.
     offset: u64,
@@ -55,7 +60,12 @@ impl ClientMemory {
 
     /// A port through which a device accesses the memory.
     pub fn port(&self) -> ClientPort {
-        ClientPort(self.clone())
+        ClientPort { memory: self.clone(), copy: None }
+    }
+
+    /// Accesses memory without a file through a client's link from now on.
+    pub(crate) fn set_link(&self, link: Option<Arc<Link>>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).link = link;
     }
 
     /// The number of mappings.
@@ -70,8 +80,7 @@ impl ClientMemory {
     }
 
     /// Maps part of a client's file. A client may share [`MAX_FILES`] files with [`MAX_BYTES`] in total; beyond that
-    /// the error is `ENOMEM`. A mapping without a file only occupies addresses: a device access to it is a fault. QEMU
-    /// makes such mappings for its firmware and for BARs of other devices.
+    /// the error is `ENOMEM`. QEMU maps its firmware and BARs of other devices without a file.
     pub(crate) fn map(&self, span: Span<Iova>, access: Access, fd: Option<OwnedFd>, offset: u64) -> Result<(), Errno> {
         let key = fd.as_ref().map(|fd| {
             // Unsealed descriptors may be FUSE files; even `fstat` can block on them.
@@ -164,22 +173,29 @@ impl Mappings {
 }
 
 /// A device's access to [`ClientMemory`].
-pub struct ClientPort(ClientMemory);
+pub struct ClientPort {
+    memory: ClientMemory,
+    /// Bytes of memory without a file, as long as a message; allocated for the first access.
+    copy: Option<SharedBuf>,
+}
 
 impl DeviceMem for ClientPort {
     type Held<'a> = HeldClient<'a>;
 
     fn hold(&mut self) -> HeldClient<'_> {
-        HeldClient(self.0.read())
+        HeldClient { mappings: self.memory.read(), copy: &mut self.copy }
     }
 }
 
 /// A [`ClientPort`] while it holds the mappings.
-pub struct HeldClient<'a>(RwLockReadGuard<'a, Mappings>);
+pub struct HeldClient<'a> {
+    mappings: RwLockReadGuard<'a, Mappings>,
+    copy: &'a mut Option<SharedBuf>,
+}
 
 impl HeldMem for HeldClient<'_> {
     /// Calls `each` with the memory of each mapping in the access and its offset in the access, until `each` returns
-    /// false.
+    /// false. For memory without a file it is a copy, which is written back as a whole.
     fn access(
         &mut self,
         at: Iova,
@@ -187,7 +203,7 @@ impl HeldMem for HeldClient<'_> {
         wanted: Access,
         mut each: impl FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault> {
-        let Self(mappings) = self;
+        let Self { mappings, copy } = self;
         let mut done = 0;
         while done < len {
             let fault = |at, reason| DmaFault { at, wanted, reason, done: done as u64 };
@@ -199,16 +215,73 @@ impl HeldMem for HeldClient<'_> {
             let inside = here.bits() - first.bits();
             let left = found.last.bits() - here.bits() + 1;
             let n = left.min((len - done) as u64) as usize;
-            // `map` checked that the mapping lies within the file.
-            let slice =
-                found.file.as_ref().and_then(|file| file.as_volatile_slice().sub((found.offset + inside) as usize, n));
-            let slice = slice.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
-            if !each(done, slice) {
+            let (n, goes_on) = match &found.file {
+                // `map` checked that the mapping lies within the file.
+                Some(file) => {
+                    let slice = file.as_volatile_slice().sub((found.offset + inside) as usize, n);
+                    slice.map(|slice| (n, each(done, slice)))
+                }
+                None => mappings.by_messages(copy, here, n, wanted, |slice| each(done, slice)),
+            }
+            .ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !goes_on {
                 return Ok(());
             }
             done += n;
         }
         Ok(())
+    }
+
+    /// A word that is `None` is no part of an access.
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
+        let fault = |reason| DmaFault { at: into, wanted: Access::WRITE, reason, done: 0 };
+        if !into.bits().is_multiple_of(8) {
+            return Err(fault(FaultReason::Misaligned));
+        }
+        let mut first = 0;
+        for run in words.chunk_by(|a, b| a.is_some() == b.is_some()) {
+            let at = into.checked_add(8 * first as u64).ok_or_else(|| fault(FaultReason::PastTheTop))?;
+            first += run.len();
+            if run[0].is_some() {
+                self.access(at, 8 * run.len(), Access::WRITE, |done, slice| {
+                    for (i, word) in run[done / 8..][..slice.len() / 8].iter().flatten().enumerate() {
+                        slice.store_u64(8 * i, *word).expect("an aligned word of the stretch");
+                    }
+                    true
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Mappings {
+    /// Calls `each` with a copy of so many bytes of memory without a file, as far as a message reaches, and gives how
+    /// many those are and what `each` returned. `None` where the client does not let go of them.
+    fn by_messages(
+        &self,
+        copy: &mut Option<SharedBuf>,
+        at: Iova,
+        len: usize,
+        wanted: Access,
+        each: impl FnOnce(VolatileSlice<'_>) -> bool,
+    ) -> Option<(usize, bool)> {
+        let link = self.link.as_ref()?;
+        if copy.is_none() {
+            *copy = Some(AnonHeap::new().allocate(MAX_PUSHED).ok()?.share());
+        }
+        let mut bytes = vec![0; len.min(link.max_data())];
+        let slice = copy.as_ref()?.as_volatile_slice().sub(0, bytes.len())?;
+        if wanted.contains(Access::READ) {
+            link.read(at.bits(), &mut bytes)?;
+            slice.write(&bytes);
+        }
+        let goes_on = each(slice);
+        if wanted.contains(Access::WRITE) {
+            slice.read(&mut bytes);
+            link.write(at.bits(), &bytes)?;
+        }
+        Some((bytes.len(), goes_on))
     }
 }
 

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Span};
@@ -12,6 +13,8 @@ use thiserror::Error;
 use vfio_bindings::bindings::vfio as abi;
 
 use crate::ClientMemory;
+use crate::capabilities::Announced;
+use crate::link::Link;
 use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, NO_REPLY, REPLY, receive, send};
 
 /// A region of a served device.
@@ -68,8 +71,8 @@ pub enum ServeError {
     /// The socket failed, or the client sent a malformed message ([`io::ErrorKind::InvalidData`]).
     #[error("the client's socket failed")]
     Socket(#[from] io::Error),
-    /// The first message was not a version message with a supported version.
-    #[error("the client's first message has no supported version (0.x)")]
+    /// The first message was not a version message with a supported version and sound capabilities.
+    #[error("the client's first message has no supported version (0.x), or unsound capabilities")]
     Version,
 }
 
@@ -79,12 +82,17 @@ const KINDS: u32 = abi::VFIO_PCI_NUM_IRQS;
 /// The minor version of the protocol: 0.1.
 const MINOR: u16 = 1;
 
-/// Timeout for a client's version message, and for a client to read an answer. Between requests a client may wait as
-/// long as it likes.
+/// Timeout for a client's version message, for the rest of a message, and for a client to read an answer. Between
+/// requests a client may wait as long as it likes.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout for a client to answer when it is asked for its memory: devices stop within five seconds.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Serves a client until it closes the socket, or until it takes more than ten seconds to send its version or to read
-/// an answer. At the end the device is reset and everything is unmapped.
+/// Serves a client until it closes the socket, or until it takes more than ten seconds to send its version or the rest
+/// of a message, or to read an answer. At the end the device is reset and everything is unmapped.
+///
+/// Memory that the client maps without a file is read and written by messages, from the threads of the device. Where
+/// the client has not answered after four seconds, the access is a fault.
 ///
 /// An invalid request is answered with an error number and has no effect.
 ///
@@ -94,14 +102,14 @@ pub fn serve(stream: UnixStream, device: &mut dyn ServedDevice, memory: &ClientM
     serve_with(TIMEOUT, stream, device, memory)
 }
 
-fn serve_with(
+pub(crate) fn serve_with(
     timeout: Duration,
-    mut stream: UnixStream,
+    stream: UnixStream,
     device: &mut dyn ServedDevice,
     memory: &ClientMemory,
 ) -> Result<(), ServeError> {
     let mut server = Server { device, memory };
-    let served = server.run(&mut stream, timeout);
+    let served = server.run(stream, timeout);
     // A device that does not stop loses its memory too: `clear` waits for accesses in progress.
     let _ = server.device.reset();
     server.device.set_interrupts(0, (0..server.device.interrupts()).map(|_| None).collect());
@@ -121,17 +129,17 @@ struct Server<'a> {
 }
 
 impl Server<'_> {
-    fn run(&mut self, stream: &mut UnixStream, timeout: Duration) -> Result<(), ServeError> {
+    fn run(&mut self, stream: UnixStream, timeout: Duration) -> Result<(), ServeError> {
         stream.set_write_timeout(Some(timeout))?;
         stream.set_read_timeout(Some(timeout))?;
-        let Some(first) = receive(stream)? else { return Ok(()) };
-        stream.set_read_timeout(None)?;
+        let Some(first) = receive(&stream)? else { return Ok(()) };
         let mut fields = Fields(&first.body);
         let (major, minor) = (fields.u16(), fields.u16().unwrap_or(0));
-        if first.command != Command::Version as u16 || major != Some(0) {
-            refuse(stream, &first, Errno::INVAL)?;
+        let max_data = Announced::parse(fields.0).and_then(|announced| announced.max_data());
+        let (Some(0), Ok(max_data), true) = (major, max_data, first.command == Command::Version as u16) else {
+            send(&stream, first.id, first.command, REPLY | ERROR, Errno::INVAL.raw_os_error() as u32, &[], &[])?;
             return Err(ServeError::Version);
-        }
+        };
         // Major 0, a minor no higher than the client's (QEMU sends 0.0 and accepts no other), and our limits as JSON
         // that ends with a zero.
         let version = u32::from(minor.min(MINOR)) << 16;
@@ -140,17 +148,27 @@ impl Server<'_> {
             crate::wire::MAX_FDS
         );
         let body = Body::default().u32(version).bytes(text.as_bytes()).bytes(&[0]);
-        send(stream, first.id, first.command, REPLY, 0, &body.0, &[])?;
-        while let Some(mut message) = receive(stream)? {
+        send(&stream, first.id, first.command, REPLY, 0, &body.0, &[])?;
+        let link = Arc::new(Link::new(stream, timeout.min(ANSWER_TIMEOUT), max_data));
+        // QEMU announces 0.0. Its first vfio-user counts in 32 bits, which puts the bytes of memory in a message four
+        // bytes before their place; 11.1 does not. Nothing tells them apart.
+        self.memory.set_link((minor > 0).then(|| link.clone()));
+        let served = self.answer_all(&link);
+        link.end(None);
+        self.memory.set_link(None);
+        served
+    }
+
+    fn answer_all(&mut self, link: &Link) -> Result<(), ServeError> {
+        while let Some(mut message) = link.request()? {
             let fds = std::mem::take(&mut message.fds);
             let done = Command::from_number(message.command).ok_or(Errno::NOTSUP);
             match done.and_then(|command| self.handle(command, &message, fds)) {
                 _ if message.flags & NO_REPLY != 0 => {}
                 Ok(Answer { body, file }) => {
-                    let file = file.as_ref().map(AsFd::as_fd);
-                    send(stream, message.id, message.command, REPLY, 0, &body, file.as_slice())?;
+                    link.answer(&message, 0, &body, file.as_ref().map(AsFd::as_fd).as_slice())?
                 }
-                Err(errno) => refuse(stream, &message, errno)?,
+                Err(errno) => link.answer(&message, errno.raw_os_error() as u32, &[], &[])?,
             }
         }
         Ok(())
@@ -201,8 +219,9 @@ impl Server<'_> {
         const CUT: Errno = Errno::INVAL;
         let body = Body::default();
         match command {
-            // Only at the beginning; and what `carry_out` has taken.
-            Command::Version | Command::RegionInfo => Err(Errno::INVAL),
+            // Only at the beginning; what `handle` has taken; and what the device sends.
+            Command::Version | Command::RegionInfo | Command::DmaRead | Command::DmaWrite => Err(Errno::INVAL),
+            Command::Feature | Command::MigrationRead | Command::MigrationWrite => Err(Errno::NOTSUP),
             Command::DeviceInfo => {
                 let flags = abi::VFIO_DEVICE_FLAGS_PCI | abi::VFIO_DEVICE_FLAGS_RESET;
                 Ok(body.u32(16).u32(flags).u32(REGIONS).u32(KINDS).0)
@@ -297,10 +316,6 @@ impl Server<'_> {
     }
 }
 
-fn refuse(stream: &mut UnixStream, message: &Message, errno: Errno) -> io::Result<()> {
-    send(stream, message.id, message.command, REPLY | ERROR, errno.raw_os_error() as u32, &[], &[])
-}
-
 #[cfg(test)]
 mod tests {
     use dmalane_dma::SharedBuf;
@@ -348,14 +363,14 @@ mod tests {
         if rustix::param::page_size() > 4096 {
             return println!("SKIPPED: areas of 4 KiB cannot be mapped on a kernel with larger pages");
         }
-        let (mut client, stream) = UnixStream::pair().unwrap();
+        let (client, stream) = UnixStream::pair().unwrap();
         let server = std::thread::spawn(move || {
             let (memory, file) = SharedBuf::sparse_ranges("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
             serve(stream, &mut Stuck { memory, file }, &ClientMemory::new())
         });
         let mut ask = move |command: Command, body: &[u8]| {
-            send(&mut client, 7, command as u16, 0, 0, body, &[]).unwrap();
-            receive(&mut client).unwrap().unwrap()
+            send(&client, 7, command as u16, 0, 0, body, &[]).unwrap();
+            receive(&client).unwrap().unwrap()
         };
         test(&mut ask);
         drop(ask);
@@ -424,15 +439,15 @@ mod tests {
         };
         let (_silent, stream) = UnixStream::pair().unwrap();
         assert!(is_late(serve(stream)));
-        let (mut client, stream) = UnixStream::pair().unwrap();
+        let (client, stream) = UnixStream::pair().unwrap();
         let server = std::thread::spawn(move || serve(stream));
-        send(&mut client, 1, Command::Version as u16, 0, 0, &Body::default().u32(0).0, &[]).unwrap();
-        receive(&mut client).unwrap().unwrap();
+        send(&client, 1, Command::Version as u16, 0, 0, &Body::default().u32(0).0, &[]).unwrap();
+        receive(&client).unwrap().unwrap();
         // After the version message the client is silent, and then it does not read.
         std::thread::sleep(timeout + timeout / 4);
         assert!(!server.is_finished());
         let read = Body::default().u64(0).u32(2).u32(0x1000).0;
-        while send(&mut client, 1, Command::RegionRead as u16, 0, 0, &read, &[]).is_ok() {}
+        while send(&client, 1, Command::RegionRead as u16, 0, 0, &read, &[]).is_ok() {}
         assert!(is_late(server.join().unwrap()));
     }
 

@@ -13,6 +13,11 @@ use crate::{Error, ProtocolError, UserBus};
 
 const VECTORS: u32 = 16;
 const BAR: usize = 4096;
+/// States of migration.
+const STOP: u32 = 1;
+const RUNNING: u32 = 2;
+const STOP_COPY: u32 = 3;
+const RESUMING: u32 = 4;
 
 /// The process, with what it was asked for.
 #[derive(Default)]
@@ -29,6 +34,11 @@ struct Strict {
     maps: Vec<[u64; 3]>,
     refused: Vec<Command>,
     largest: u64,
+    /// Migration: whether it runs, what it saves and how much of that was read, and what was restored.
+    state: u32,
+    saved: Vec<u8>,
+    read: usize,
+    restored: Vec<u8>,
 }
 
 impl Strict {
@@ -100,6 +110,33 @@ impl Strict {
                 self.mapped.remove(&at).filter(|mapped| *mapped == len)?;
                 Some(body.u32(argsz).u32(flags).u64(at).u64(len).0)
             }
+            // All of it, as a function's own reset does.
+            Command::Reset => {
+                self.config.fill(0);
+                self.state = RUNNING;
+                Some(Vec::new())
+            }
+            Command::Feature => {
+                let next = [fields.u32()?, fields.u32()?, fields.u32()?, fields.u32()?];
+                // Through what lies between; not from saving or restoring into itself.
+                let goes = (STOP..=RESUMING).contains(&next[2]) && (next[2] != self.state || next[2] <= RUNNING);
+                (self.state, self.read) = (next[2], 0);
+                (goes && next[..2] == [16, 1 << 17 | 2]).then(|| message.body.clone())
+            }
+            Command::MigrationRead => {
+                let (argsz, size) = (fields.u32()?, fields.u32()?);
+                let part = self.read..self.saved.len().min(self.read + size as usize);
+                self.read = part.end;
+                let fits = self.state == STOP_COPY && u64::from(size) <= self.data && argsz == 8 + size;
+                let len = part.len() as u32;
+                fits.then(|| body.u32(8 + len).u32(len).bytes(&self.saved[part]).0)
+            }
+            Command::MigrationWrite => {
+                let (argsz, size) = (fields.u32()?, fields.u32()?);
+                self.restored.extend(fields.0);
+                let fits = self.state == RESUMING && u64::from(size) <= self.data && argsz == 8 + size;
+                (fits && fields.0.len() == size as usize).then(Vec::new)
+            }
             _ => None,
         }
     }
@@ -108,10 +145,17 @@ impl Strict {
 /// Connects a client to a process that answers the version message with these data, and enforces its limits. The
 /// process is given when the client has gone.
 fn with(capabilities: &str, limits: (usize, u64, u64), test: impl FnOnce(Result<UserBus, Error>)) -> Strict {
-    let (ours, mut theirs) = UnixStream::pair().unwrap();
     let (fds, data, page) = limits;
-    let state =
-        Strict { fds, data, page, bar: (0..BAR).map(|i| i as u8).collect(), config: vec![0; 256], ..Strict::default() };
+    let bar = (0..BAR).map(|i| i as u8).collect();
+    with_state(
+        Strict { fds, data, page, bar, config: vec![0; 256], state: RUNNING, ..Strict::default() },
+        capabilities,
+        test,
+    )
+}
+
+fn with_state(state: Strict, capabilities: &str, test: impl FnOnce(Result<UserBus, Error>)) -> Strict {
+    let (ours, theirs) = UnixStream::pair().unwrap();
     let state = Arc::new(Mutex::new(state));
     let mut text = Body::default().u32(1 << 16).bytes(capabilities.as_bytes()).0;
     if !capabilities.is_empty() {
@@ -120,7 +164,7 @@ fn with(capabilities: &str, limits: (usize, u64, u64), test: impl FnOnce(Result<
     let shared = state.clone();
     let server = std::thread::spawn(move || {
         let mut state = shared.lock().unwrap();
-        while let Ok(Some(message)) = receive(&mut theirs) {
+        while let Ok(Some(message)) = receive(&theirs) {
             let command = Command::from_number(message.command).unwrap();
             let answer = if command == Command::Version { Some(text.clone()) } else { state.answer(command, &message) };
             if answer.is_none() {
@@ -128,7 +172,7 @@ fn with(capabilities: &str, limits: (usize, u64, u64), test: impl FnOnce(Result<
             }
             let (flags, errno) = if answer.is_some() { (REPLY, 0) } else { (REPLY | ERROR, libc::EINVAL as u32) };
             let body = answer.unwrap_or_default();
-            send(&mut theirs, message.id, message.command, flags, errno, &body, &[]).unwrap();
+            send(&theirs, message.id, message.command, flags, errno, &body, &[]).unwrap();
         }
     });
     test(UserBus::over(ours));
@@ -144,6 +188,10 @@ fn drive(bus: Result<UserBus, Error>) {
     assert!(bytes.iter().enumerate().all(|(i, byte)| *byte == i as u8));
     bytes.reverse();
     bus.write_bytes(0, 0, &bytes).unwrap();
+    bus.reset().unwrap();
+    let mut command = [0; 2];
+    bus.read_region(7, 4, &mut command).unwrap();
+    assert_eq!(command, [6, 0], "it may access memory and responds at its BARs, as before the reset");
     let heap = bus.heap(Some(PageKind::Base));
     let buffers = [1, 5000, 70_000].map(|len| heap.allocate(len).unwrap().share());
     let pin = |i: usize| bus.pin(&buffers[i].reference()).unwrap();
@@ -185,6 +233,39 @@ fn announced_limits_are_kept() {
         assert!(state.bar.iter().rev().enumerate().all(|(i, byte)| *byte == i as u8));
         assert_eq!(state.config[4..6], [2, 0], "bus mastering is off again");
     }
+}
+
+#[test]
+fn a_state_is_saved_and_restored() {
+    // Of messages that are full, and one that is not; and nothing.
+    for len in [0, 1, 95, 96, 97, 3 * 96, 1000] {
+        let saved: Vec<u8> = (0..len).map(|i| i as u8).collect();
+        let capabilities = r#"{"capabilities":{"max_msg_fds":16,"max_data_xfer_size":100}}"#;
+        let start =
+            Strict { fds: 16, data: 100, page: 4096, config: vec![0; 256], state: RUNNING, ..Strict::default() };
+        let end = with_state(Strict { saved: saved.clone(), ..start }, capabilities, |bus| {
+            let (bus, mut state) = (bus.unwrap(), Vec::new());
+            bus.save(&mut state).unwrap();
+            assert_eq!(state, saved);
+            bus.restore(&saved[..]).unwrap();
+            bus.resume().unwrap();
+        });
+        assert_eq!((end.restored, end.state, &end.refused[..]), (saved, RUNNING, &[][..]), "{len} bytes");
+    }
+}
+
+/// It stays stopped, and the client may start it again.
+#[test]
+fn a_state_that_cannot_be_kept_is_an_error() {
+    let start =
+        Strict { fds: 16, data: 1 << 20, page: 4096, config: vec![0; 256], state: RUNNING, ..Strict::default() };
+    let end = with_state(Strict { saved: vec![1; 50], ..start }, r#"{"capabilities":{"max_msg_fds":16}}"#, |bus| {
+        let bus = bus.unwrap();
+        let error = bus.save(&mut [0; 49][..]).unwrap_err();
+        assert!(matches!(error, Error::State(_)), "{error}");
+        bus.resume().unwrap();
+    });
+    assert_eq!(end.state, RUNNING);
 }
 
 #[test]

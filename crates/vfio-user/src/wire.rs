@@ -31,16 +31,26 @@ pub enum Command {
     RegionRead = 9,
     /// Writes a region.
     RegionWrite = 10,
+    /// Reads memory of the client; sent by the device.
+    DmaRead = 11,
+    /// Writes memory of the client; sent by the device.
+    DmaWrite = 12,
     /// Resets the device.
     Reset = 13,
+    /// Gets or sets a feature of the device, such as whether it runs.
+    Feature = 16,
+    /// Reads the state of the device.
+    MigrationRead = 17,
+    /// Writes the state of the device.
+    MigrationWrite = 18,
 }
 
 impl Command {
     pub(crate) fn from_number(number: u16) -> Option<Self> {
         use Command::*;
-        [Version, DmaMap, DmaUnmap, DeviceInfo, RegionInfo, IrqInfo, SetIrqs, RegionRead, RegionWrite, Reset]
-            .into_iter()
-            .find(|c| *c as u16 == number)
+        let of_devices = [DeviceInfo, RegionInfo, IrqInfo, SetIrqs, RegionRead, RegionWrite, Reset];
+        let others = [Version, DmaMap, DmaUnmap, DmaRead, DmaWrite, Feature, MigrationRead, MigrationWrite];
+        of_devices.into_iter().chain(others).find(|c| *c as u16 == number)
     }
 }
 
@@ -48,6 +58,9 @@ impl Command {
 pub(crate) const HEADER: usize = 16;
 /// Maximum bytes of a region in one message; both sides announce it in their version message.
 pub(crate) const MAX_DATA: usize = 1 << 20;
+/// Maximum bytes that one side sends without being asked for them: a message that fits into the buffer of a socket, so
+/// that no side waits in a write for the other, which may be writing too.
+pub(crate) const MAX_PUSHED: usize = 64 << 10;
 /// Maximum bytes of a message.
 const MAX_MESSAGE: usize = MAX_DATA + 4096;
 /// Maximum descriptors of a message. QEMU accepts no more with an answer.
@@ -130,13 +143,13 @@ fn in_time(stream: &UnixStream, began: Instant) -> io::Result<()> {
 ///
 /// # Errors
 /// `InvalidData` for a malformed message; `TimedOut` for one in pieces that takes too long; the socket's.
-pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
+pub(crate) fn receive(mut stream: &UnixStream) -> io::Result<Option<Message>> {
     let began = Instant::now();
     let mut header = [0; HEADER];
     let mut fds = Vec::new();
     let mut received = 0;
     while received < HEADER {
-        let part = receive_with_fds(&*stream, &mut header[received..], RecvFlags::empty())?;
+        let part = receive_with_fds(stream, &mut header[received..], RecvFlags::empty())?;
         fds.extend(part.fds);
         if part.is_cut || fds.len() > MAX_FDS {
             return Err(malformed("too many descriptors for a message or for this process"));
@@ -178,7 +191,7 @@ pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
 /// # Errors
 /// The socket's.
 pub(crate) fn send(
-    stream: &mut UnixStream,
+    mut stream: &UnixStream,
     id: u16,
     command: u16,
     flags: u32,
@@ -193,7 +206,7 @@ pub(crate) fn send(
     bytes.extend([len, flags, error].iter().flat_map(|word| word.to_le_bytes()));
     bytes.extend(body);
     // The descriptors go with the first bytes; the rest may need further calls.
-    let sent = send_with_fds(&*stream, &bytes, fds, SendFlags::empty())?;
+    let sent = send_with_fds(stream, &bytes, fds, SendFlags::empty())?;
     stream.write_all(&bytes[sent..])
 }
 
@@ -205,13 +218,13 @@ mod tests {
 
     #[test]
     fn messages_are_sent_and_received() {
-        let (mut a, mut b) = UnixStream::pair().unwrap();
+        let (a, b) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         let body = vec![7; 100_000];
         std::thread::scope(|s| {
             s.spawn(|| {
                 send(
-                    &mut a,
+                    &a,
                     5,
                     Command::DmaMap as u16,
                     0,
@@ -220,17 +233,17 @@ mod tests {
                     &[file.as_fd(), file.as_fd()],
                 )
                 .unwrap();
-                send(&mut a, 6, 99, ERROR | REPLY, 22, &body, &[]).unwrap();
+                send(&a, 6, 99, ERROR | REPLY, 22, &body, &[]).unwrap();
                 drop(a);
             });
-            let first = receive(&mut b).unwrap().unwrap();
+            let first = receive(&b).unwrap().unwrap();
             assert_eq!((first.id, first.command, first.fds.len()), (5, 2, 2));
             let mut fields = Fields(&first.body);
             assert_eq!((fields.u32(), fields.u64(), fields.0, fields.u32()), (Some(1), Some(2), &b"x"[..], None));
-            let second = receive(&mut b).unwrap().unwrap();
+            let second = receive(&b).unwrap().unwrap();
             assert_eq!((second.flags, second.error, second.body.len()), (ERROR | REPLY, 22, 100_000));
             assert!(Command::from_number(second.command).is_none());
-            assert!(receive(&mut b).unwrap().is_none(), "closed");
+            assert!(receive(&b).unwrap().is_none(), "closed");
         });
     }
 
@@ -240,10 +253,10 @@ mod tests {
         for bytes in
             [vec![1, 2, 3], header(15), header(0), header(u32::MAX), header(MAX_MESSAGE as u32 + 1), header(40)]
         {
-            let (mut a, mut b) = UnixStream::pair().unwrap();
+            let (mut a, b) = UnixStream::pair().unwrap();
             a.write_all(&bytes).unwrap();
             drop(a);
-            assert!(receive(&mut b).is_err(), "{bytes:?}");
+            assert!(receive(&b).is_err(), "{bytes:?}");
         }
     }
 }

@@ -19,7 +19,7 @@ const ERROR: u32 = 1 << 5;
 pub fn target(data: &[u8]) {
     let (ours, theirs) = UnixStream::pair().expect("a pair");
     std::thread::scope(|scope| {
-        scope.spawn(|| Device { input: FuzzInput::new(data), stream: theirs, files: files() }.serve());
+        scope.spawn(|| Device { input: FuzzInput::new(data), stream: theirs, files: files(), mapped: 0 }.serve());
         use_it(ours);
     });
 }
@@ -70,6 +70,8 @@ struct Device<'a> {
     input: FuzzInput<'a>,
     stream: UnixStream,
     files: Files,
+    /// Where the client has mapped memory.
+    mapped: u64,
 }
 
 impl Device<'_> {
@@ -86,16 +88,46 @@ impl Device<'_> {
             if self.stream.read_exact(&mut body).is_err() {
                 return;
             }
+            if let (2, Some(at)) = (half(2), body.get(16..24)) {
+                self.mapped = u64::from_le_bytes(at.try_into().expect("eight bytes"));
+            }
             if !self.answer(half(0), half(2), &body) {
                 return;
             }
         }
     }
 
+    /// Asks for memory of the client, and reads its answer. False when there is none.
+    fn ask(&mut self) -> bool {
+        let Self { input, stream, mapped, .. } = self;
+        let at = if input.u8() < 200 { mapped.wrapping_add(u64::from(input.u16() % 20_000)) } else { input.number() };
+        let count = if input.u8() < 200 { u64::from(input.u16()) } else { input.number() };
+        let (writes, cut) = (input.u8() & 1 == 1, input.u8() == 1);
+        let mut body = [at.to_le_bytes(), count.to_le_bytes()].concat();
+        body.resize(16 + if writes { count.min(4096) as usize } else { 0 } - usize::from(cut), 7);
+        let head = [3, 0, 11 + u8::from(writes), 0];
+        let words = [16 + body.len() as u32, 0, 0].map(u32::to_le_bytes).concat();
+        send(&*stream, &[&head[..], &words, &body].concat(), &[]);
+        let mut header = [0; 16];
+        if stream.read_exact(&mut header).is_err() {
+            return false;
+        }
+        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        assert_eq!((&header[..4], word(8) & REPLY, word(8) & ERROR != 0), (&head[..], REPLY, word(12) != 0));
+        let wanted = if word(12) != 0 { 0 } else { 16 + if writes { 0 } else { count as usize } };
+        assert_eq!(word(4) as usize, 16 + wanted, "{count} bytes at {at:#x}");
+        let within = at >= *mapped && count <= 16 << 10 && at - *mapped <= (16 << 10) - count;
+        assert!(word(12) != 0 || within || count == 0, "{count} bytes at {at:#x}");
+        stream.read_exact(&mut vec![0; wanted]).is_ok()
+    }
+
     /// False for an answer after which the client would wait for more, until it gives up after ten seconds.
     fn answer(&mut self, id: u16, command: u16, request: &[u8]) -> bool {
-        let Self { input, stream, files } = self;
-        let how = input.u8();
+        let how = self.input.u8();
+        if (0xf1..0xff).contains(&how) && !self.ask() {
+            return false;
+        }
+        let Self { input, stream, files, .. } = self;
         let words = |list: &[u32]| list.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>();
         let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
         let mut body = match command {
