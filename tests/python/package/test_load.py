@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import mmap
+import os
 import re
 import threading
 import time
@@ -449,3 +450,16 @@ def test_a_path_that_is_almost_right_is_proposed(tmp_path):
         dmalane.load_file(path, verify=tmp_path / "lama.manifest")
     with pytest.raises(dmalane.FormatError, match="this is no manifest, but a safetensors file"):
         dmalane.load_file(path, verify=path)
+
+
+def test_memory_that_is_longer_than_a_file_takes_one_that_is_cached_in_part(tmp_path):
+    """A block that was used before may be an eighth too long: a chunk of it then begins behind the file's end."""
+    data = os.urandom(4_100_000)
+    before = write_model(tmp_path / "before.safetensors", {"t": ("U8", [4_600_000], bytes(4_600_000))})
+    path = write_model(tmp_path / "m.safetensors", {"t": ("U8", [len(data)], data)})
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.pread(file.fileno(), 1 << 20, 0)
+    dmalane.load_file(before)
+    assert dmalane.load_file(path)["t"].tobytes() == data

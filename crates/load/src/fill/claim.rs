@@ -90,8 +90,9 @@ impl State<'_, '_> {
     ) -> Result<(BufferSlice, usize, usize), Absent> {
         let (Some(cached), [(extent, e)]) = (self.cached, extents) else { return Err(absent) };
         let offset = absent.offset();
-        let len = absent.len().min(self.lens[buffer] as usize - offset);
-        if e.to > offset as u64 || e.to + e.len < (offset + len) as u64 {
+        // Memory that was used before may be longer than the buffer.
+        let len = absent.len().min((self.lens[buffer] as usize).saturating_sub(offset));
+        if len == 0 || e.to > offset as u64 || e.to + e.len < (offset + len) as u64 {
             return Err(absent);
         }
         let at = FileOffset::new(e.at.bits() + (offset as u64 - e.to));
