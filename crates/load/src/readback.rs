@@ -88,7 +88,7 @@ impl OpenDevice {
         let places = Places::new(files.iter().map(|file| {
             let mut runs = Runs::new();
             for (LoadedTensor { tensor, va }, at) in file.tensors().map(|loaded| (loaded, loaded.tensor.at.bits())) {
-                va.into_iter().for_each(|va| add_run(&mut runs, at..at + tensor.len, space.at(va.first())));
+                va.iter().for_each(|va| add_run(&mut runs, at..at + tensor.len, space.at(va.first())));
             }
             (file.model.len, runs)
         }));
