@@ -236,7 +236,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let output = load(&["--sample", "65MiB"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("does not fit: daemon"), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("(dmalaned --client-ddr)"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("onto a device with more memory"), "{}", text(&output.stderr));
     let output = dmalane(&["load", "-q", "--sample", "1MiB", "-d", &format!("{device},ddr=128MiB")]);
     assert!(text(&output.stderr).contains("a client may have 67108864"), "{}", text(&output.stderr));
     assert!(

@@ -114,7 +114,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
     ),
     ("doctor", &[("a b", "b")]),
     ("devices", &[("m", "m")]),
-    ("vm bench", &[("4KiB", "whole pages of 16KiB"), ("x", "not a size"), ("1MiB 1", "from 2"), ("-f vax", "vax")]),
+    ("vm bench", &[("4KiB", "whole pages of 16KiB"), ("x", "not a size"), ("1MiB 1", "in 2..="), ("-f vax", "vax")]),
     (
         "bar-map",
         &[
