@@ -153,9 +153,9 @@ fn source(
 fn cat(folder: &Path, processes: usize) -> Result<Duration> {
     let begin = Instant::now();
     let files: Vec<PathBuf> = ModelSet::find(folder)?.files.into_iter().map(|file| file.path).collect();
-    let cats = files.chunks(files.len().div_ceil(processes)).map(|files| {
-        Command::new("cat").args(files).stdout(Stdio::null()).spawn()
-    });
+    let cats = files
+        .chunks(files.len().div_ceil(processes))
+        .map(|files| Command::new("cat").args(files).stdout(Stdio::null()).spawn());
     for mut cat in cats.collect::<std::io::Result<Vec<_>>>()? {
         if !cat.wait()?.success() {
             return Err("cat failed".into());
