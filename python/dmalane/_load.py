@@ -80,8 +80,8 @@ def load_file(
     verify: the path of a manifest, or one that `manifest` made: everything is compared with it as it arrives, and
         `IntegrityError` names the first tensor that differs.
     keep: attach to the model in the memory of the keeper (`dmalaned keep`), which gets it first if it has it not, or if
-        a file has changed: in host memory, or in that of the GPU that `device` is. Tensors are then shared with other
-        processes, and to be read alone.
+        a file has changed: in host memory, or in that of the GPU that `device` is, where it can be lent and no
+        memory_limit is given. Tensors are then shared with other processes, and to be read alone; see `attach`.
     progress: called with bytes done and in all, about 25 times a second; True for a bar of tqdm.
     """
     watch = watched(progress)
@@ -92,7 +92,10 @@ def load_file(
         remember(files.report)
         return {tensor.name: convert(tensor) for tensor in tensors}
     host = {"align": align, "memory_limit": memory_limit, "direct": None if keep else direct}
-    on = _device_of(framework, device) if keep else None
+    on = _device_of(framework, device) if keep and memory_limit is None else None
+    if on is not None and (lent := _kept(on, filename, framework, device, direct, verify, watch)) is not None:
+        return lent
+    on = on if framework not in TORCH else None
     if framework in TORCH and on is None and not isinstance(device, Device):
         if align is not None:
             raise ValueError(f"align: for host memory only, and device is {device!r}")
@@ -102,14 +105,28 @@ def load_file(
     if given := [name for name, value in host.items() if value is not None]:
         raise ValueError(f"{', '.join(given)}: for host memory only, and device is {device!r}")
     on = on or _device_of(framework, device)
-    if keep:
-        lent = on.attach_or_keep(paths_of(filename), direct, manifest_of(verify), True)
-        if watch:
-            watch(*[sum(tensor.nbytes for tensor in lent)] * 2)
-        return _lent(lent, framework, device)
     on_device, report = on.load(paths_of(filename), manifest=manifest_of(verify), progress=watch)
     remember(report.copy)
     return {tensor.name: tensor for tensor in on_device}
+
+
+def _kept(
+    on: Device, filename: Paths, framework: Framework, device: Any, direct: bool | None, verify: Manifest | None,
+    watch: Progress | None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """The tensors of a model that is kept in memory of a device; None where that is for PyTorch and cannot be lent."""
+    try:
+        lent = on.attach_or_keep(paths_of(filename), direct, manifest_of(verify), True)
+    except KeptError:
+        # Host memory may do: another user's keeper has that, and so has one whose GPU is full.
+        if framework in TORCH:
+            return None
+        raise
+    nbytes = sum(tensor.nbytes for tensor in lent)
+    remember({"bytes": nbytes})
+    if watch:
+        watch(nbytes, nbytes)
+    return _lent(lent, framework, device)
 
 
 def attach(

@@ -92,8 +92,8 @@ def _loader() -> type:
             if shared and self.local_expert_ids is not None:
                 raise ValueError("distributed cannot be used with expert parallelism: ranks want different tensors")
             if on_gpu:
-                # Parameters copy within the GPU.
-                tensors = ((name, on_gpu[name]) for name in names)
+                # Of this process's own: a model may keep a tensor, or change it.
+                tensors = ((name, on_gpu[name].clone()) for name in names)
             elif shared:
                 from . import plan
 

@@ -619,8 +619,8 @@ pub(crate) fn attach(target: u64, name: &str, flags: u32) -> Result<u64, Refused
         return Err(Refused::new(Errno::Inval, format_args!("flags {flags:#x}")));
     }
     let target = Target::of(target)?;
-    let mut opened = target.lock_idle()?;
     let keeper = KeeperClient::connect(&socket_path()).map_err(LoadError::from)?;
+    let mut opened = target.lock_idle()?;
     let loaded = keeper.attach_onto(name, &mut opened.device, flags & LOAD_VERIFY != 0)?;
     drop(opened);
     Ok(lock(&LOADS).add(OneLoad { target, loaded: Mutex::new(Some(loaded)) }))

@@ -153,7 +153,7 @@ pub struct MeasuredRuns {
 pub struct MeasuredStage {
     /// Its times and bytes.
     pub report: StageReport,
-    /// Its share of the time of the workers; verification follows that.
+    /// Its share of the time, of reading and hashing that of the workers; verification follows it.
     pub share: Option<f64>,
     /// Bytes per second that the machine reached alone.
     pub reference: Option<f64>,
@@ -171,9 +171,11 @@ fn sorted(walls: &[Duration]) -> Vec<usize> {
 }
 
 impl MeasuredStage {
-    /// A stage of a run: the time that this took, and its workers, over which the stage's times are summed.
+    /// A stage of a run: the time that this took, and its workers, over which the times of what they do at once are
+    /// summed.
     pub fn new(report: StageReport, (wall, workers): (Duration, usize)) -> Self {
-        let share = report.wall.as_secs_f64() / (wall.as_secs_f64() * workers.max(1) as f64);
+        let at_once = if matches!(report.stage, Stage::Read | Stage::Checksum) { workers.max(1) } else { 1 };
+        let share = report.wall.as_secs_f64() / (wall.as_secs_f64() * at_once as f64);
         let share = Some(share).filter(|share| report.stage != Stage::Verify && share.is_finite());
         Self { report, share, reference: None }
     }

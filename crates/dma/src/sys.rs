@@ -17,7 +17,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
 use crate::{Error, PageBacking, PageKind, VolatileSlice};
@@ -269,6 +269,15 @@ impl Region {
     /// As [`Region::import`], also for a memfd that is not sealed against writing.
     pub(crate) fn import_sealed(fd: BorrowedFd<'_>, read_only: bool) -> io::Result<Self> {
         let len = Self::check_memfd(fd, SealFlags::SHRINK | SealFlags::WRITE)?;
+        // Before Linux 6.7, who could write to it if it were not sealed cannot map it for reading alone.
+        let again = read_only.then(|| {
+            rustix::fs::open(
+                format!("/proc/self/fd/{}", fd.as_raw_fd()),
+                OFlags::RDONLY | OFlags::CLOEXEC,
+                Mode::empty(),
+            )
+        });
+        let fd = again.as_ref().and_then(|again| again.as_ref().ok()).map_or(fd, AsFd::as_fd);
         let (access, flags) = match read_only {
             true => (ProtFlags::READ, MapFlags::SHARED),
             false => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),

@@ -63,8 +63,8 @@ pub enum CardServerError {
 /// Serves software cards at a socket, to one client at a time. Each client gets a new card, with empty memory.
 ///
 /// QEMU from 10.1 on attaches it as `vfio-user-pci`; [`UserBus`](dmalane_vfio_user::UserBus) is a client in Rust.
-/// Clients are not trusted: a bad message ends at most its own connection. The memory of a client must be memfds that
-/// are sealed against shrinking, as QEMU's are.
+/// Clients are not trusted: a bad message ends at most its own connection. Memory of a client is a memfd that is
+/// sealed against shrinking, as QEMU's is, or it is read and written by messages.
 pub struct CardServer {
     listener: UnixListener,
     _file: SocketFile,

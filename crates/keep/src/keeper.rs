@@ -144,7 +144,7 @@ impl Keeper {
                 Ok((model, _))
                     if self.shelf.models.iter().any(|kept| kept.number > number && kept.is(user, &model)) =>
                 {
-                    self.store.remove(number, user, fds.len());
+                    self.told(self.store.remove(number, user, fds.len()));
                     self.closers.close(user, fds);
                 }
                 Ok(described) => {
@@ -153,7 +153,7 @@ impl Keeper {
                 }
                 Err(why) => {
                     // Its keeper ended while it was put there.
-                    self.store.remove(number, user, fds.len());
+                    self.told(self.store.remove(number, user, fds.len()));
                     self.closers.close(user, fds);
                     (self.log)(&format!("warning: a model of user {user} is lost: {why}"));
                 }
@@ -191,8 +191,8 @@ impl Keeper {
             if ready[0] {
                 let in_order = rustix::io::read(stop, &mut [0; 1]).is_ok_and(|n| n > 0);
                 // One that is just being started, too.
-                if let Some(Ok(Ok((store, _)))) = self.next_store.take().map(|next| next.recv()) {
-                    self.store = store;
+                if let Some(next) = self.next_store.take() {
+                    self.adopt(next.recv().unwrap_or_else(|e| Err(std::io::Error::other(e))));
                 }
                 if in_order || self.shelf.models.is_empty() {
                     self.store.end();
@@ -251,19 +251,24 @@ impl Keeper {
             Some(Ok(replaced)) => replaced,
             Some(Err(e)) => Err(std::io::Error::other(e)),
         };
-        let let_go = std::mem::take(&mut self.let_go);
         self.next_store = None;
+        self.adopt(replaced);
+    }
+
+    /// Puts all models into another place.
+    fn adopt(&mut self, replaced: std::io::Result<Replaced>) {
+        let let_go = std::mem::take(&mut self.let_go);
         match replaced {
             Ok((store, found)) => {
                 self.store = store;
-                for kept in &self.shelf.models {
-                    // It may be the same one, which this keeper had given up and which has it, or a part of it.
-                    self.store.remove(kept.number, kept.user, kept.fds.len());
-                    self.store.put(kept.number, kept.user, &kept.fds);
-                }
+                // It may be the same one, which this keeper had given up and which has it, or a part of it.
+                self.told(self.shelf.models.iter().try_for_each(|kept| {
+                    self.store.remove(kept.number, kept.user, kept.fds.len())?;
+                    self.store.put(kept.number, kept.user, &kept.fds)
+                }));
                 let (gone, found) = found.into_iter().partition::<Vec<_>, _>(|(number, ..)| let_go.contains(number));
                 for (number, user, fds) in gone {
-                    self.store.remove(number, user, fds.len());
+                    self.told(self.store.remove(number, user, fds.len()));
                     self.closers.close(user, fds);
                 }
                 self.take_in(found);
@@ -271,6 +276,16 @@ impl Keeper {
             }
             Err(e) => {
                 (self.log)(&format!("warning: the process that holds models is gone; they end with this keeper: {e}"));
+            }
+        }
+    }
+
+    /// What holds models was told something. One that takes nothing any more is replaced: who waits for it waits once.
+    fn told(&mut self, told: Result<(), Errno>) {
+        if let Err(e) = told {
+            (self.log)(&format!("warning: what holds models does not take them: {e}"));
+            if self.store.holder().is_some() {
+                self.replace_holder();
             }
         }
     }
@@ -413,7 +428,7 @@ impl Keeper {
 
     /// Memory is freed by whoever closes it last, and counts until then.
     fn release(&mut self, kept: Kept) {
-        self.store.remove(kept.number, kept.user, kept.fds.len());
+        self.told(self.store.remove(kept.number, kept.user, kept.fds.len()));
         if self.next_store.is_some() {
             self.let_go.push(kept.number);
         }
@@ -469,7 +484,7 @@ impl Keeper {
         let (number, name) = (stored.unwrap_or(self.last + 1), model.name.clone());
         if stored.is_none() {
             self.last = number;
-            self.store.put(number, user, &fds);
+            self.told(self.store.put(number, user, &fds));
         }
         // Of two the later one stays, also where a keeper ended between these lines.
         let same = |kept: &mut Kept| kept.is(user, &model);

@@ -219,7 +219,7 @@ impl Shelf {
             if has >= bytes {
                 break;
             }
-            has += kept.model.device_bytes();
+            has = kept.model.device_bytes().saturating_add(has);
             gone.push(kept.number);
         }
         if has < bytes {

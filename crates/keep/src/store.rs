@@ -155,8 +155,11 @@ impl Store {
         }
     }
 
-    /// Puts the descriptors of a model away. One that cannot be is lost with the keeper.
-    pub(crate) fn put(&self, number: u64, user: u32, fds: &[OwnedFd]) {
+    /// Puts the descriptors of a model away.
+    ///
+    /// # Errors
+    /// The kernel's: then the model is lost with the keeper.
+    pub(crate) fn put(&self, number: u64, user: u32, fds: &[OwnedFd]) -> Result<(), Errno> {
         for (index, fd) in fds.iter().enumerate() {
             let name = format!("keep.{number}.{user}.{index}");
             let text = match self {
@@ -164,20 +167,20 @@ impl Store {
                 Self::Manager(..) => format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"),
                 _ => format!("put {name}"),
             };
-            if self.tell(&text, &[fd]).is_err() {
-                return;
-            }
+            self.tell(&text, &[fd])?;
         }
+        Ok(())
     }
 
     /// Takes a model out again.
-    pub(crate) fn remove(&self, number: u64, user: u32, count: usize) {
-        if let Self::Manager(..) = self {
-            for index in 0..count {
-                let _ = self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=keep.{number}.{user}.{index}"), &[]);
-            }
-        } else {
-            let _ = self.tell(&format!("remove keep.{number}."), &[]);
+    ///
+    /// # Errors
+    /// The kernel's: then it stays there.
+    pub(crate) fn remove(&self, number: u64, user: u32, count: usize) -> Result<(), Errno> {
+        match self {
+            Self::Manager(..) => (0..count)
+                .try_for_each(|index| self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=keep.{number}.{user}.{index}"), &[])),
+            _ => self.tell(&format!("remove keep.{number}."), &[]),
         }
     }
 

@@ -19,7 +19,8 @@ fn near(path: &Path) -> Option<PathBuf> {
     let mut found = PathBuf::new();
     for part in path.components() {
         let next = found.join(part);
-        if next.exists() {
+        // Also a link that leads nowhere.
+        if next.symlink_metadata().is_ok() {
             found = next;
             continue;
         }

@@ -102,11 +102,13 @@ impl OpenDevice {
         self.bounce(self.staging.slot())?;
         let Self { queue, bounce, info, staging, options, .. } = self;
         let mut queue = Comparison { queue, bounce, state: QueueState::default(), waiting: Waiting::new() };
+        let stop = self.stop.clone();
         let mut watch = |event| {
             if let Event::OnDevice { len, .. } = event {
                 progress(len);
             }
-            ControlFlow::Continue(())
+            let stopped = stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
+            if stopped { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         let to = ToDevice { queue: &mut queue, polled: true, processors: info.processors, targets: &places };
         let FillOptions { block, timeout, .. } = options.fill;
@@ -161,10 +163,12 @@ struct Comparison<'a> {
 
 impl Comparison<'_> {
     fn compare(&mut self, operation: &Operation) -> Result<(), OpError> {
-        let (Work::Copy { host, at, .. }, Some(bounce)) = (&operation.work, &mut self.bounce) else { return Ok(()) };
+        let (Work::Copy { host, at, .. }, Some(bounce)) = (&operation.work, &mut self.bounce) else {
+            return Err(broken("nothing to compare"));
+        };
         let (at, file) = (*at, host.slice.as_volatile_slice());
         let compared = bounce.read_each(self.queue, at, file.len() as u64, &mut |done, device| {
-            let differs = file.sub(done as usize, device.len()).and_then(|file| file.first_difference(device));
+            let differs = file.sub(done as usize, device.len()).map_or(Some(0), |file| file.first_difference(device));
             let found = |n| IoError::Failed { at, error: OpError::Differs { offset: done + n as u64 } };
             differs.map_or(Ok(()), |n| Err(found(n)))
         });

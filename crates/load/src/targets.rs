@@ -17,8 +17,11 @@ impl LoadedFile {
                 run = place.run;
             }
             let (mut at, end) = (tensor.at.bits(), place.bo_offset + tensor.len);
+            if tensor.len == 0 {
+                continue;
+            }
             let segments = self.bo.as_ref().and_then(|bo| bo.sg().runs(place.bo_offset..end));
-            for segment in segments.into_iter().flatten() {
+            for segment in segments.expect("the buffer object holds every tensor") {
                 add_run(&mut of_run, at..at + segment.len, DeviceAddr::Card(segment.addr));
                 at += segment.len;
             }

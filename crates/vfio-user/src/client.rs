@@ -86,6 +86,8 @@ impl Window {
 
 struct Inner {
     socket: Mutex<Socket>,
+    /// The process that has made this one: a child by `fork` must leave the connection alone.
+    process: u32,
     /// Threads that have requests to send.
     asking: AtomicUsize,
     /// This, for the thread that answers the device's process.
@@ -142,6 +144,10 @@ struct Socket {
     lent: BTreeMap<Iova, Lent>,
     /// The device's process asks for memory, or has to.
     asked: bool,
+    /// A thread answers it also while no request waits for an answer.
+    answered: bool,
+    /// The process that has made this one: a child by `fork` must leave the connection alone.
+    process: u32,
     /// For a message to be read, and to be answered.
     timeout: Duration,
     next: u16,
@@ -156,7 +162,9 @@ impl Socket {
     fn new(stream: UnixStream, timeout: Duration) -> io::Result<Self> {
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
-        Ok(Self { stream, lent: BTreeMap::new(), asked: false, timeout, next: 0, broken: false, gone: false })
+        let (lent, process) = (BTreeMap::new(), dma::process_id());
+        let (asked, answered, broken, gone) = (false, false, false, false);
+        Ok(Self { stream, lent, asked, answered, process, timeout, next: 0, broken, gone })
     }
 
     /// Sends a request and returns the body of its answer.
@@ -331,48 +339,50 @@ impl Inner {
     }
 
     fn ask(&self, command: Command, body: Body, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
-        let mut socket = self.socket();
-        let asked = socket.asked;
-        let answer = socket.ask(command, &body.0, fds);
-        if socket.asked && !asked {
-            self.answer_always(&socket);
-        }
-        answer
+        self.exchange(|socket| socket.ask(command, &body.0, fds))
     }
 
-    /// Answers the device's process from now on also while no request of this one waits for an answer.
-    fn answer_always(&self, socket: &Socket) {
-        let (Ok(stream), this) = (socket.stream.try_clone(), self.this.clone()) else { return };
-        // Without a thread it is answered with the next request.
-        let _ = std::thread::Builder::new().name("dmalane-vfio-user".into()).spawn(move || answer_all(&stream, &this));
+    /// Has the socket for requests. If the device's process has asked for memory, it is answered from then on also while
+    /// no request waits for an answer.
+    fn exchange<T>(&self, requests: impl FnOnce(&mut Socket) -> T) -> T {
+        let mut socket = self.socket();
+        let done = requests(&mut socket);
+        if socket.asked && !socket.answered {
+            let (stream, this) = (socket.stream.try_clone(), self.this.clone());
+            let thread = std::thread::Builder::new().name("dmalane-vfio-user".into());
+            // Without a thread it is answered with the next request, which tries again.
+            let begun = stream.and_then(|stream| thread.spawn(move || answer_all(&stream, &this)));
+            socket.answered = begun.is_ok();
+        }
+        done
     }
 
     /// Maps memory: by a descriptor, if it has one.
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
         let fd = pinned.reference().export().ok();
         let (buffer, offset) = (pinned.reference().clone(), pinned.range().start);
-        let mut socket = self.socket();
-        if fd.is_none() && !std::mem::replace(&mut socket.asked, true) {
-            self.answer_always(&socket);
-        }
         // 1: the device may read; 2: it may write.
         let flags = (access & Access::RW).bits().into();
         let body = Body::default().u32(32).u32(flags).u64(if fd.is_some() { offset as u64 } else { 0 });
         let body = body.u64(span.first().bits()).u64(span.len());
-        // Before the answer comes, the device's process may have asked for it.
-        socket.lent.insert(span.first(), Lent { len: span.len(), access, buffer, offset });
-        let mapped = socket.ask(Command::DmaMap, &body.0, fd.as_slice());
-        mapped.map(drop).inspect_err(|_| drop(socket.lent.remove(&span.first())))
+        self.exchange(|socket| {
+            socket.asked |= fd.is_none();
+            // Before the answer comes, the device's process may have asked for it.
+            socket.lent.insert(span.first(), Lent { len: span.len(), access, buffer, offset });
+            let mapped = socket.ask(Command::DmaMap, &body.0, fd.as_slice());
+            mapped.map(drop).inspect_err(|_| drop(socket.lent.remove(&span.first())))
+        })
     }
 
     /// Unmaps a span. False when the device's process did not answer and still exists: it will unmap when it finds the
     /// socket shut down, at an unknown time.
     fn try_unmap(&self, span: Span<Iova>) -> bool {
         let body = Body::default().u32(24).u32(0).u64(span.first().bits()).u64(span.len());
-        let mut socket = self.socket();
-        let unmapped = socket.ask(Command::DmaUnmap, &body.0, &[]).is_ok();
-        socket.lent.remove(&span.first());
-        unmapped || socket.gone
+        self.exchange(|socket| {
+            let unmapped = socket.ask(Command::DmaUnmap, &body.0, &[]).is_ok();
+            socket.lent.remove(&span.first());
+            unmapped || socket.gone
+        })
     }
 
     /// Unmaps the parts of a span, which have these lengths and begin with it. False as for [`Inner::try_unmap`].
@@ -388,8 +398,8 @@ impl Inner {
 
 /// Answers the device's process while no request waits for an answer, until the socket is shut down.
 fn answer_all(stream: &UnixStream, inner: &Weak<Inner>) {
-    let readable = |left: Option<&Timespec>| poll(&mut [PollFd::new(stream, PollFlags::IN)], left) != Ok(0);
-    while readable(None)
+    let readable = |left: Option<&Timespec>| poll(&mut [PollFd::new(stream, PollFlags::IN)], left);
+    while readable(None) != Ok(0)
         && let Some(inner) = inner.upgrade()
     {
         if inner.asking.load(Ordering::Relaxed) > 0 {
@@ -400,8 +410,8 @@ fn answer_all(stream: &UnixStream, inner: &Weak<Inner>) {
         if socket.broken {
             return;
         }
-        // Whoever had the socket may have received what was there.
-        if !readable(Some(&Timespec::default())) {
+        // Whoever had the socket may have received what was there, and a signal says nothing of it.
+        if readable(Some(&Timespec::default())) != Ok(1) {
             continue;
         }
         let answered = receive(stream).and_then(|request| {
@@ -418,7 +428,7 @@ fn answer_all(stream: &UnixStream, inner: &Weak<Inner>) {
 impl Drop for Socket {
     /// Ends the thread that answers, which has a descriptor of its own.
     fn drop(&mut self) {
-        if self.asked {
+        if self.answered && self.process == dma::process_id() {
             let _ = self.stream.shutdown(Shutdown::Both);
         }
     }
@@ -497,6 +507,7 @@ impl UserBus {
         iovas.reserve(window)?;
         let inner = Arc::new_cyclic(|this| Inner {
             socket: Mutex::new(socket),
+            process: dma::process_id(),
             asking: AtomicUsize::new(0),
             this: this.clone(),
             limits,
@@ -642,6 +653,10 @@ fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
 
 impl Registrar for UserBus {
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
+        if buffer.is_read_only() {
+            // By messages: through memory that the device's process maps it is faster.
+            return Err(dma::Error::NoDescriptor);
+        }
         buffer.check_pages(&range, self.inner.limits.page.bytes() as usize)?;
         Ok(Pinned::new(buffer.clone(), range, None, self.inner.clone()))
     }
@@ -730,7 +745,9 @@ impl Mmio for UserBus {
 impl Drop for UserBus {
     fn drop(&mut self) {
         // Ends DMA. A process that does not answer unmaps everything when the socket is closed.
-        let _ = self.command(COMMAND_MEMORY);
+        if self.inner.process == dma::process_id() {
+            let _ = self.command(COMMAND_MEMORY);
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::wire::{Body, Command, ERROR, HEADER, MAX_PUSHED, Message, REPLY, receive, send};
 
-/// Maximum bytes of requests that are kept; a descriptor counts for more than it takes, as there are few.
+/// Maximum bytes of requests that are kept, and half of what is kept in front of an answer; a descriptor counts for more than it takes, as there are few.
 const MAX_KEPT: usize = 4 << 20;
 const COST_OF_FD: usize = 8 << 10;
 
@@ -125,7 +125,12 @@ impl Link {
     }
 
     fn ask(&self, command: Command, body: Body) -> Option<Message> {
+        let deadline = Instant::now() + self.timeout;
         let mut asking = lock(&self.asking);
+        if Instant::now() > deadline {
+            // Others have asked meanwhile, and have got no answer.
+            return None;
+        }
         *asking = asking.wrapping_add(1);
         let id = *asking;
         lock(&self.inbox).question = Some((id, None));
@@ -136,7 +141,6 @@ impl Link {
             // Part of the message may have gone.
             self.end(Some(error));
         }
-        let deadline = Instant::now() + self.timeout;
         let answer = self.wait(Some(deadline), |inbox| inbox.question.as_mut()?.1.take());
         lock(&self.inbox).question = None;
         answer.filter(|answer| answer.command == command as u16 && answer.flags & ERROR == 0)
@@ -168,7 +172,9 @@ impl Link {
             if left == Some(Duration::ZERO) {
                 return None;
             }
-            if inbox.receiving || inbox.kept >= MAX_KEPT {
+            // Who has asked looks further for the answer: whoever takes the requests may wait for it to have come.
+            let most = if deadline.is_some() { 2 * MAX_KEPT } else { MAX_KEPT };
+            if inbox.receiving || inbox.kept >= most {
                 inbox = self.sleep(inbox, left);
                 continue;
             }

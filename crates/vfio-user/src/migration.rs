@@ -15,7 +15,8 @@ const RESTORING: u32 = abi::vfio_device_mig_state_VFIO_DEVICE_STATE_RESUMING;
 
 impl UserBus {
     /// Stops the device, and saves its state: all that its process needs to continue elsewhere. Mappings and
-    /// interrupts are the client's. The device stays stopped until [`UserBus::resume`].
+    /// interrupts are the client's. The device stays stopped until [`UserBus::resume`]. How much there is, the process
+    /// says by sending it: `into` has to refuse what is too much.
     ///
     /// # Errors
     /// [`Error::Refused`] by a process that saves no state, as `dmalane card serve`; [`Error::Unanswered`],

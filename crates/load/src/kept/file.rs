@@ -1,6 +1,7 @@
 //! A file of a kept model.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -25,12 +26,11 @@ pub struct KeptFile {
     on_devices: Mutex<OnDevices>,
 }
 
-/// The memory of a file as devices read it, and its registrations by the device's number: none where that device cannot
-/// register it.
+/// The memory of a file as devices read it, and its registrations by the device's number.
 #[derive(Default)]
 struct OnDevices {
     memory: Option<BufferSlice>,
-    registered: BTreeMap<u64, Option<Registered>>,
+    registered: BTreeMap<u64, Registered>,
 }
 
 impl KeptFile {
@@ -80,12 +80,16 @@ impl RegisteredFiles {
             on_devices.memory = Some(sealed.into_slice());
         }
         let memory = on_devices.memory.as_ref()?;
-        let registered = on_devices.registered.entry(self.device).or_insert_with(|| {
-            self.files.retain(|file| file.strong_count() > 0);
-            self.files.push(Arc::downgrade(file));
-            register(bus, &memory.reference(), clocks).ok()
-        });
-        Some(InPlace(memory.duplicate(0..memory.len()).ok()?, registered.clone()?))
+        let registered = match on_devices.registered.entry(self.device) {
+            Entry::Occupied(known) => known.get().clone(),
+            Entry::Vacant(new) => {
+                let registered = register(bus, &memory.reference(), clocks).ok()?;
+                self.files.retain(|file| file.strong_count() > 0);
+                self.files.push(Arc::downgrade(file));
+                new.insert(registered).clone()
+            }
+        };
+        Some(InPlace(memory.duplicate(0..memory.len()).ok()?, registered))
     }
 }
 
