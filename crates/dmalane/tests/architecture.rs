@@ -380,6 +380,18 @@ fn crates_for_kernels_and_vmms_compile_few_others() {
     }
 }
 
+/// Built alone, the Python package has no features but those that it asks for.
+#[test]
+fn the_python_package_has_every_device() {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["tree", "--locked", "--offline", "--edges=normal", "--prefix=none", "--format={p}", "-p"]);
+    let tree = cargo.arg("dmalane-python").current_dir(root()).output().expect("cargo");
+    let tree = String::from_utf8_lossy(&tree.stdout);
+    let missing = ["cuda", "vulkan", "slash", "daemon", "vfio-user"].map(|device| format!("dmalane-{device} v"));
+    let missing: Vec<_> = missing.into_iter().filter(|device| !tree.contains(device)).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
 /// A newcomer reads the same sentence wherever he begins.
 #[test]
 fn the_first_sentence_is_the_same_everywhere() {

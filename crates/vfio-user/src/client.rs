@@ -342,8 +342,8 @@ impl Inner {
         self.exchange(|socket| socket.ask(command, &body.0, fds))
     }
 
-    /// Has the socket for requests. If the device's process has asked for memory, it is answered from then on also while
-    /// no request waits for an answer.
+    /// Has the socket for requests. If the device's process has asked for memory, it is answered from then on also
+    /// while no request waits for an answer.
     fn exchange<T>(&self, requests: impl FnOnce(&mut Socket) -> T) -> T {
         let mut socket = self.socket();
         let done = requests(&mut socket);

@@ -16,7 +16,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::wire::{Body, Command, ERROR, HEADER, MAX_PUSHED, Message, REPLY, receive, send};
 
-/// Maximum bytes of requests that are kept, and half of what is kept in front of an answer; a descriptor counts for more than it takes, as there are few.
+/// Maximum bytes of requests that are kept, and half of what is kept in front of an answer; a descriptor counts for
+/// more than it takes, as there are few.
 const MAX_KEPT: usize = 4 << 20;
 const COST_OF_FD: usize = 8 << 10;
 

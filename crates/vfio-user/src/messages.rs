@@ -18,7 +18,7 @@ const LONG: Duration = Duration::from_secs(30);
 const FAULT: u32 = libc::EFAULT as u32;
 const INVALID: u32 = libc::EINVAL as u32;
 
-/// A device's process without regions, which answers all requests; a reset after `on_reset`.
+/// A device's process without regions, which answers all requests; those of one kind after it was called for them.
 struct Process {
     stream: UnixStream,
     answers: Receiver<Message>,
@@ -26,14 +26,18 @@ struct Process {
 
 impl Process {
     fn new(on_reset: impl Fn(&UnixStream) + Send + 'static) -> (Self, UnixStream) {
+        Self::on(Command::Reset, on_reset)
+    }
+
+    fn on(command: Command, call: impl Fn(&UnixStream) + Send + 'static) -> (Self, UnixStream) {
         let (client, stream) = UnixStream::pair().unwrap();
         let (to, answers) = channel();
         let ours = stream.try_clone().unwrap();
-        thread::spawn(move || Self::answer(&ours, &to, on_reset));
+        thread::spawn(move || Self::answer(&ours, &to, command, call));
         (Self { stream, answers }, client)
     }
 
-    fn answer(stream: &UnixStream, to: &Sender<Message>, on_reset: impl Fn(&UnixStream)) {
+    fn answer(stream: &UnixStream, to: &Sender<Message>, command: Command, call: impl Fn(&UnixStream)) {
         while let Ok(Some(message)) = receive(stream) {
             let body = match Command::from_number(message.command).unwrap() {
                 _ if message.flags & REPLY != 0 => {
@@ -43,12 +47,11 @@ impl Process {
                 Command::Version => Body::default().u32(1 << 16),
                 Command::DeviceInfo => Body::default().u32(16).u32(2).u32(0).u32(0),
                 Command::IrqInfo => Body::default().u32(16).u32(0).u32(2).u32(0),
-                Command::Reset => {
-                    on_reset(stream);
-                    Body::default()
-                }
                 _ => Body::default(),
             };
+            if message.flags & REPLY == 0 && message.command == command as u16 {
+                call(stream);
+            }
             if send(stream, message.id, message.command, REPLY, 0, &body.0, &[]).is_err() {
                 return;
             }
@@ -164,6 +167,25 @@ fn memory_is_lent_while_a_request_waits_and_from_then_on() {
     bus.reset().unwrap();
     assert_eq!((process.read(at + 4095, 1), process.write(at, b"x")), ((0, vec![4]), 0));
     drop(mapping);
+}
+
+/// The first question comes while something is mapped or unmapped, by a process that was given descriptors.
+#[test]
+fn who_has_asked_meanwhile_is_answered_from_then_on() {
+    for command in [Command::DmaMap, Command::DmaUnmap] {
+        let (process, client) = Process::on(command, |stream| {
+            let body = Body::default().u64(0).u64(1);
+            send(stream, 9, Command::DmaRead as u16, 0, 0, &body.0, &[]).unwrap();
+            let answer = receive(stream).unwrap().unwrap();
+            assert_eq!((answer.id, answer.flags, answer.error), (9, REPLY | ERROR, FAULT));
+        });
+        let bus = UserBus::over(client).unwrap();
+        let memfd = buffer(&MemfdHeap::starting_at(PageKind::Base), 4096, 4);
+        let (mapping, at) = map(&bus, &[&memfd], Access::RW);
+        drop(map(&bus, &[&memfd], Access::RW));
+        assert_eq!(process.read(at, 1), (0, vec![4]), "after {command:?}");
+        drop(mapping);
+    }
 }
 
 #[test]

@@ -188,24 +188,23 @@ impl<'a> Supply<'a> {
                 Pages::Staging(..) if self.unsent.load(Ordering::Relaxed) >= depth + depth.min(AHEAD) => {
                     return Ok(Taken::Later);
                 }
-                Pages::Staging(staging, at)
-                    if let Some((slice, via)) = self.in_place(buffer, *extent, *at, staging) =>
-                {
-                    if full {
-                        return Ok(Taken::Later);
+                Pages::Staging(staging, at) => match self.in_place(buffer, *extent, *at, staging) {
+                    Some(_) if full => return Ok(Taken::Later),
+                    Some((slice, via)) => {
+                        let tag = Tag { buffer, offset: *at, extent: None, slot: None, via: Some(via), landed: None };
+                        *at += slice.len();
+                        Some((*at, ChunkMemory::InPlace(Fragment { tag, slice })))
                     }
-                    let tag = Tag { buffer, offset: *at, extent: None, slot: None, via: Some(via), landed: None };
-                    *at += slice.len();
-                    Some((*at, ChunkMemory::InPlace(Fragment { tag, slice })))
-                }
-                Pages::Staging(staging, at) => {
-                    let taken = staging.take(*len - *at as u64, clocks);
-                    let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
-                    let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Taken::Later) };
-                    let tag = Tag { buffer, offset: *at, extent: None, slot: Some(slot), via: Some(via), landed: None };
-                    *at += slice.len();
-                    Some((*at, ChunkMemory::Slot(Fragment { tag, slice })))
-                }
+                    None => {
+                        let taken = staging.take(*len - *at as u64, clocks);
+                        let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
+                        let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Taken::Later) };
+                        let (slot, via) = (Some(slot), Some(via));
+                        let tag = Tag { buffer, offset: *at, extent: None, slot, via, landed: None };
+                        *at += slice.len();
+                        Some((*at, ChunkMemory::Slot(Fragment { tag, slice })))
+                    }
+                },
             };
             match taken {
                 Some((end, memory)) => break (buffer, memory, end),
