@@ -26,7 +26,7 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane keep models/llama                `dmalaned keep` is the process that holds it
   dmalane keep model.safetensors --name q4 --manifest model.manifest
-  dmalane keep models/llama -d cuda:0      in the GPU's memory: Python, C and Rust attach to it there
+  dmalane keep models/llama -d cuda:0      in the GPU's memory: attached to from Python
   dmalane load kept:llama -d soft          from memory: wherever a model is named
   dmalane kept
   dmalane drop llama
