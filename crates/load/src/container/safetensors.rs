@@ -7,6 +7,7 @@
 use std::cmp::Ordering;
 use std::collections::HashSet;
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
@@ -94,12 +95,14 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     let data = data.ok_or_else(|| beyond_end(header.len() as u64, len.saturating_sub(PREFIX)))?;
     let text = std::str::from_utf8(header).map_err(|e| FormatError::not_utf8(PREFIX + e.valid_up_to() as u64))?;
     let Entries { tensors: mut entries, metadata } = entries(text)?;
-    let mut names = HashSet::with_capacity(entries.len());
-    if !entries.iter().all(|entry| names.insert(&*entry.name)) {
+    // Hashes take less memory than names; where two are equal, it takes longer.
+    let (hasher, mut hashes) = (RandomState::new(), HashSet::with_capacity(entries.len()));
+    if !entries.iter().all(|entry| hashes.insert(hasher.hash_one(&entry.name))) {
         // Of two tensors of one name the last counts, as in the format's own library.
         entries.sort_by(|a, b| a.name.cmp(&b.name).then(b.at.cmp(&a.at)));
         entries.dedup_by(|later, first| later.name == first.name);
     }
+    drop(hashes);
     // By position; names make the order of zero-size tensors the same in every run.
     entries.sort_unstable_by(|a, b| (a.info.data_offsets, &a.name).cmp(&(b.info.data_offsets, &b.name)));
     let mut tensors: Vec<Arc<Tensor>> = Vec::with_capacity(entries.len());
