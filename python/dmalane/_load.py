@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from bisect import bisect
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, overload
@@ -92,7 +93,7 @@ def load_file(
         remember(files.report)
         return {tensor.name: convert(tensor) for tensor in tensors}
     host = {"align": align, "memory_limit": memory_limit, "direct": None if keep else direct}
-    on = _device_of(framework, device) if keep and memory_limit is None else None
+    on = _device_of(framework, device) if keep and memory_limit is None and align is None else None
     if on is not None and (lent := _kept(on, filename, framework, device, direct, verify, watch)) is not None:
         return lent
     on = on if framework not in TORCH else None
@@ -117,11 +118,12 @@ def _kept(
     """The tensors of a model that is kept in memory of a device; None where that is for PyTorch and cannot be lent."""
     try:
         lent = on.attach_or_keep(paths_of(filename), direct, manifest_of(verify), True)
-    except KeptError:
-        # Host memory may do: another user's keeper has that, and so has one whose GPU is full.
-        if framework in TORCH:
-            return None
-        raise
+    except KeptError as error:
+        # Host memory may do, where this GPU has no room, or cannot lend, or the keeper is another user's.
+        if framework not in TORCH:
+            raise
+        warnings.warn(f"{device}: the model is kept in host memory: {error}", RuntimeWarning, stacklevel=3)
+        return None
     nbytes = sum(tensor.nbytes for tensor in lent)
     remember({"bytes": nbytes})
     if watch:

@@ -32,6 +32,7 @@ def _loader() -> type:
     from ._last import remember
     from ._lend import safe_open
     from ._load import kept_on_gpu
+    from ._native import DeviceTensor
     from ._onto import Gpu, Pinned
 
     class DmalaneModelLoader(default_loader.DefaultModelLoader):
@@ -92,8 +93,11 @@ def _loader() -> type:
             if shared and self.local_expert_ids is not None:
                 raise ValueError("distributed cannot be used with expert parallelism: ranks want different tensors")
             if on_gpu:
-                # Of this process's own: a model may keep a tensor, or change it.
-                tensors = ((name, on_gpu[name].clone()) for name in names)
+                # A model may keep a tensor, or change it. Types that PyTorch lacks are no tensors of it.
+                def own(tensor: Any) -> Any:
+                    return tensor if isinstance(tensor, DeviceTensor) else tensor.clone()
+
+                tensors = ((name, own(on_gpu[name])) for name in names)
             elif shared:
                 from . import plan
 

@@ -153,7 +153,7 @@ pub struct MeasuredRuns {
 pub struct MeasuredStage {
     /// Its times and bytes.
     pub report: StageReport,
-    /// Its share of the time, of reading and hashing that of the workers; verification follows it.
+    /// Its share of the time, of allocating, reading and hashing that of the workers; verification follows it.
     pub share: Option<f64>,
     /// Bytes per second that the machine reached alone.
     pub reference: Option<f64>,
@@ -174,7 +174,8 @@ impl MeasuredStage {
     /// A stage of a run: the time that this took, and its workers, over which the times of what they do at once are
     /// summed.
     pub fn new(report: StageReport, (wall, workers): (Duration, usize)) -> Self {
-        let at_once = if matches!(report.stage, Stage::Read | Stage::Checksum) { workers.max(1) } else { 1 };
+        let at_once =
+            if matches!(report.stage, Stage::Allocate | Stage::Read | Stage::Checksum) { workers.max(1) } else { 1 };
         let share = report.wall.as_secs_f64() / (wall.as_secs_f64() * at_once as f64);
         let share = Some(share).filter(|share| report.stage != Stage::Verify && share.is_finite());
         Self { report, share, reference: None }

@@ -192,7 +192,11 @@ impl Keeper {
                 let in_order = rustix::io::read(stop, &mut [0; 1]).is_ok_and(|n| n > 0);
                 // One that is just being started, too.
                 if let Some(next) = self.next_store.take() {
-                    self.adopt(next.recv().unwrap_or_else(|e| Err(std::io::Error::other(e))));
+                    match next.recv() {
+                        Ok(Ok((store, _))) if in_order => self.store = store,
+                        Ok(replaced) => self.adopt(replaced),
+                        Err(_) => {}
+                    }
                 }
                 if in_order || self.shelf.models.is_empty() {
                     self.store.end();
@@ -269,10 +273,15 @@ impl Keeper {
                 let (gone, found) = found.into_iter().partition::<Vec<_>, _>(|(number, ..)| let_go.contains(number));
                 for (number, user, fds) in gone {
                     self.told(self.store.remove(number, user, fds.len()));
+                    if self.next_store.is_some() {
+                        self.let_go.push(number);
+                    }
                     self.closers.close(user, fds);
                 }
                 self.take_in(found);
-                (self.log)("warning: the process that holds models was gone; another one has them");
+                if self.next_store.is_none() {
+                    (self.log)("warning: the process that holds models was gone; another one has them");
+                }
             }
             Err(e) => {
                 (self.log)(&format!("warning: the process that holds models is gone; they end with this keeper: {e}"));
@@ -282,11 +291,11 @@ impl Keeper {
 
     /// What holds models was told something. One that takes nothing any more is replaced: who waits for it waits once.
     fn told(&mut self, told: Result<(), Errno>) {
-        if let Err(e) = told {
-            (self.log)(&format!("warning: what holds models does not take them: {e}"));
-            if self.store.holder().is_some() {
-                self.replace_holder();
-            }
+        let Err(e) = told else { return };
+        (self.log)(&format!("warning: what holds models does not take what it is told: {e}"));
+        let is_gone = matches!(e, Errno::AGAIN | Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN);
+        if is_gone && self.store.holder().is_some() {
+            self.replace_holder();
         }
     }
 

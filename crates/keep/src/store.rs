@@ -178,8 +178,10 @@ impl Store {
     /// The kernel's: then it stays there.
     pub(crate) fn remove(&self, number: u64, user: u32, count: usize) -> Result<(), Errno> {
         match self {
-            Self::Manager(..) => (0..count)
-                .try_for_each(|index| self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=keep.{number}.{user}.{index}"), &[])),
+            // All of them, also after one that failed.
+            Self::Manager(..) => (0..count).fold(Ok(()), |told, index| {
+                told.and(self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=keep.{number}.{user}.{index}"), &[]))
+            }),
             _ => self.tell(&format!("remove keep.{number}."), &[]),
         }
     }

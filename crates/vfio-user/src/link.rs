@@ -45,6 +45,8 @@ struct Inbox {
     kept: usize,
     /// The number of the question that waits for its answer, and that.
     question: Option<(u16, Option<Message>)>,
+    /// When the last answer came.
+    answered: Option<Instant>,
     /// Nothing more is received, because of the error if there is one.
     ended: bool,
     error: Option<io::Error>,
@@ -59,7 +61,9 @@ impl Inbox {
             }
             // An answer to nothing, or too late, is none.
             Ok(Some(message)) => match &mut self.question {
-                Some((id, answer)) if *id == message.id => *answer = Some(message),
+                Some((id, answer)) if *id == message.id => {
+                    (*answer, self.answered) = (Some(message), Some(Instant::now()));
+                }
                 _ => {}
             },
             ended => {
@@ -126,12 +130,13 @@ impl Link {
     }
 
     fn ask(&self, command: Command, body: Body) -> Option<Message> {
-        let deadline = Instant::now() + self.timeout;
+        let began = Instant::now();
         let mut asking = lock(&self.asking);
-        if Instant::now() > deadline {
-            // Others have asked meanwhile, and have got no answer.
+        if began.elapsed() > self.timeout && lock(&self.inbox).answered.is_none_or(|last| last < began) {
+            // Those in front have asked meanwhile, and nobody has got an answer.
             return None;
         }
+        let deadline = Instant::now() + self.timeout;
         *asking = asking.wrapping_add(1);
         let id = *asking;
         lock(&self.inbox).question = Some((id, None));

@@ -41,7 +41,7 @@ pub(super) struct Depth {
     bytes: usize,
     /// Time in this turn in which the worker had nothing to do but to wait.
     idle: Duration,
-    /// Nothing has ever arrived.
+    /// Nothing has ever arrived, of reads past the page cache.
     is_new: bool,
 }
 
@@ -53,7 +53,7 @@ impl Depth {
         let limit = asked.unwrap_or(first).clamp(1, capacity);
         let most = asked.unwrap_or((BYTES / block.max(1)) as usize).clamp(limit, capacity);
         let (rest, idle) = ([0, REST[0]], Duration::ZERO);
-        Self { limit, most, fewer: None, rest, began: Instant::now(), reads: 0, bytes: 0, idle, is_new: true }
+        Self { limit, most, fewer: None, rest, began: Instant::now(), reads: 0, bytes: 0, idle, is_new: !copies }
     }
 
     /// Reads that may be in flight.
@@ -74,8 +74,9 @@ impl Depth {
     /// The worker had nothing to do but to wait.
     pub fn waited(&mut self, time: Duration) {
         self.idle += time;
-        if self.is_new && self.idle >= LATE {
-            self.limit = self.most;
+        if self.is_new && self.idle >= LATE && self.limit < self.most {
+            // After a turn in which the worker hardly waits it is as before.
+            self.fewer = Some((std::mem::replace(&mut self.limit, self.most), 0.0));
         }
     }
 

@@ -83,7 +83,13 @@ impl RegisteredFiles {
         let registered = match on_devices.registered.entry(self.device) {
             Entry::Occupied(known) => known.get().clone(),
             Entry::Vacant(new) => {
-                let registered = register(bus, &memory.reference(), clocks).ok()?;
+                let Ok(registered) = register(bus, &memory.reference(), clocks) else {
+                    // It may work another time.
+                    if on_devices.registered.is_empty() {
+                        on_devices.memory = None;
+                    }
+                    return None;
+                };
                 self.files.retain(|file| file.strong_count() > 0);
                 self.files.push(Arc::downgrade(file));
                 new.insert(registered).clone()

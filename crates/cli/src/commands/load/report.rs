@@ -393,7 +393,8 @@ mod tests {
         let read = StageReport { stage: Stage::Read, busy: ms(19), wall: ms(18), bytes: 1, in_flight: 2 };
         // One at a time, whoever does it.
         let transfer = StageReport { stage: Stage::Transfer, busy: ms(9), wall: ms(9), ..read };
-        let stages_of = vec![read, transfer];
+        let allocate = StageReport { stage: Stage::Allocate, ..read };
+        let stages_of = vec![allocate, read, transfer];
         let report =
             dmalane::load::Report { wall: ms(10), workers: 2, stages: stages_of, ..dmalane::load::Report::default() };
         for stage in stages(&Loaded { files: Vec::new(), report }) {
