@@ -178,10 +178,14 @@ impl Store {
     /// The kernel's: then it stays there.
     pub(crate) fn remove(&self, number: u64, user: u32, count: usize) -> Result<(), Errno> {
         match self {
-            // All of them, also after one that failed.
-            Self::Manager(..) => (0..count).fold(Ok(()), |told, index| {
-                told.and(self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=keep.{number}.{user}.{index}"), &[]))
-            }),
+            Self::Manager(..) => {
+                let mut told = Ok(());
+                for index in 0..count {
+                    // All of them, also after one that failed.
+                    told = told.and(self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=keep.{number}.{user}.{index}"), &[]));
+                }
+                told
+            }
             _ => self.tell(&format!("remove keep.{number}."), &[]),
         }
     }
