@@ -154,7 +154,7 @@ def test_a_card_too_small(dmalane, files, placement):
     options = ["--placement", placement, "-d", f"soft,{card}=512MiB"]
     done = dmalane.run("load", file, "--json", "--trace", files / "out" / "trace", *options)
     assert_refused(done, file, rf"{length >> 20} MiB are needed", files)
-    assert f"-d soft,{card}=" in done.stderr, "the message says what would help"
+    assert "-d soft,ddr=SIZE,hbm=SIZE" in done.stderr, "the message says what would help"
 
 
 def test_a_tiny_card(dmalane, files):
