@@ -42,7 +42,7 @@ pub struct Options {
 }
 
 /// `cat`s that run at once, and share the files.
-const CATS: [usize; 3] = [1, 2, 64];
+const CATS: [usize; 2] = [2, 64];
 /// Threads of the raw readers.
 const THREADS: [usize; 3] = [1, 2, 64];
 const OTHERS: usize = CATS.len() + THREADS.len();
