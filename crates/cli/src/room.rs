@@ -9,8 +9,8 @@ use crate::device;
 use crate::failure::Failure;
 use crate::size::binary;
 
-const MORE: &str = "load less at a time, or onto a device with more memory; the software card has what is asked for: -d \
-                    soft,ddr=SIZE,hbm=SIZE, or dmalaned --client-ddr SIZE";
+const MORE: &str = "load less at a time, or onto a device with more memory; the software card has what is asked for: \
+                    -d soft,ddr=SIZE,hbm=SIZE, or dmalaned --client-ddr SIZE";
 
 /// The failure where the machine has too little memory; `None` for another error.
 pub fn no_room(error: &FillError) -> Option<Failure> {
