@@ -289,7 +289,8 @@ impl Keeper {
         }
     }
 
-    /// What holds models was told something. One that takes nothing any more is replaced: who waits for it waits once.
+    /// Looks at whether the holder of models took what it was told. One that is gone is replaced: clients wait for it
+    /// once.
     fn told(&mut self, told: Result<(), Errno>) {
         let Err(e) = told else { return };
         (self.log)(&format!("warning: what holds models does not take what it is told: {e}"));

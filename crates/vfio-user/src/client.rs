@@ -140,7 +140,7 @@ struct Lent {
 
 struct Socket {
     stream: UnixStream,
-    /// What is mapped, by first address.
+    /// Mapped memory, by its first address.
     lent: BTreeMap<Iova, Lent>,
     /// The device's process asks for memory, or has to.
     asked: bool,
