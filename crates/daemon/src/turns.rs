@@ -39,6 +39,8 @@ const GAP: u64 = 5_000_000;
 pub(crate) const STUCK: u64 = 2_000_000;
 /// Of many that wait, each looks again after so many times [`STUCK`] at most.
 const MAX_WAITS: u64 = 8;
+/// The most that a user pays for passing its turn from one of its clients to another: waking a process takes less.
+const MAX_PASS: u64 = 50_000;
 /// The shortest wait for the time that pays a debt.
 const MIN_WAIT: u64 = 50_000;
 
@@ -53,12 +55,13 @@ pub(crate) struct Turns {
     /// When the turn was given or taken, or its last step ended.
     since: u64,
     /// 1 once the client has taken its turn: its process may have to wait for a processor first.
-    taken: u64,
+    taken: u32,
+    /// 1 until then if another client of its user had it before.
+    passed_on: u32,
     /// When somebody was last chosen, or nobody could be.
     chosen: u64,
     /// Shares and places up to the last one that was ever in use.
-    end: u32,
-    unused: u32,
+    end: u64,
     /// For tests: not 0 while nobody gets a turn, and nobody pays.
     #[cfg(test)]
     pub(crate) paused: u64,
@@ -74,8 +77,7 @@ struct Share {
     /// Connections of the user; where there are none, debts are kept while there is room.
     clients: u32,
     /// Connections that have work.
-    wanting: u32,
-    unused: u32,
+    wanting: u64,
     /// Bytes left in this round; negative after what cost more.
     deficit: i64,
     /// When the last step began and ended; 0 for none.
@@ -143,12 +145,12 @@ impl Turns {
             let left = (0..SEATS).filter(|i| shares[*i].clients == 0);
             let index =
                 left.max_by_key(|i| (shares[*i].deficit, std::cmp::Reverse(*i))).expect("fewer users than seats");
-            shares[index] = Share { user, clients: 0, wanting: 0, unused: 0, deficit: 0, began: 0, ended: 0, level: 0 };
+            shares[index] = Share { user, clients: 0, wanting: 0, deficit: 0, began: 0, ended: 0, level: 0 };
             index
         });
         shares[index].clients += 1;
         self.places[seat] = Place { share: index as u32 + 1, wants: 0, charged: 0, served: shares[index].level };
-        self.end = self.end.max(index.max(seat) as u32 + 1);
+        self.end = self.end.max(index.max(seat) as u64 + 1);
     }
 
     /// A client has gone.
@@ -166,9 +168,9 @@ impl Turns {
         for (i, share) in shares.iter_mut().enumerate() {
             let of = || places.iter().filter(|place| place.share as usize == i + 1);
             share.clients = of().count() as u32;
-            share.wanting = of().filter(|place| place.wants != 0).count() as u32;
+            share.wanting = of().filter(|place| place.wants != 0).count() as u64;
         }
-        self.end = SEATS as u32;
+        self.end = SEATS as u64;
         self.holder = 0;
     }
 
@@ -190,7 +192,9 @@ impl Turns {
             self.look(now);
         }
         if self.holder() == Some(seat) {
-            (self.since, self.taken) = (now, 1);
+            let passing = u64::from(self.passed_on) * now.saturating_sub(self.since).min(MAX_PASS);
+            self.share_of(seat).owe(cost_of(passing));
+            (self.since, self.taken, self.passed_on) = (now, 1, 0);
         }
     }
 
@@ -250,9 +254,8 @@ impl Turns {
     /// Who is likely to be next, if the turn of a client ends with another step as the last one.
     pub(crate) fn next_after(&self, seat: usize, step: &Step) -> Option<usize> {
         let (index, last) = (self.index_of(seat), step.cost());
-        let used = self.end();
         let wants = |i: &usize| self.shares[*i].wanting > 0 && self.shares[*i].deficit > -QUANTUM;
-        let others = (index + 1..used).chain(0..index);
+        let others = (index + 1..self.end()).chain(0..index);
         others.take_while(|_| self.shares[index].deficit <= last).find(wants).map(|next| self.least_served(next))
     }
 
@@ -309,7 +312,7 @@ impl Turns {
     fn wants_nothing(&mut self, seat: usize) {
         let wanted = std::mem::take(&mut self.places[seat].wants);
         let share = self.share_of(seat);
-        share.wanting = share.wanting.saturating_sub(wanted);
+        share.wanting = share.wanting.saturating_sub(wanted.into());
     }
 
     /// Chooses who is next: the user whose round it is while something of that is left. `worked`: a step was done since
@@ -322,14 +325,14 @@ impl Turns {
 
     /// Gives the turn to this user, or begins the rounds of those after the one whose round it is.
     fn next_round(&mut self, now: u64, worked: bool, to: Option<usize>) {
-        self.holder = 0;
+        let before = std::mem::take(&mut self.holder);
         #[cfg(test)]
         if self.paused != 0 {
             return;
         }
         let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
         if let Some(index) = to {
-            return self.give(index, now);
+            return self.give(index, before, now);
         }
         let (cursor, used) = (self.cursor as usize, self.end());
         for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
@@ -337,7 +340,7 @@ impl Turns {
             let share = &mut self.shares[index];
             share.earn(allowance);
             if share.wanting > 0 && share.deficit > 0 {
-                return self.give(index, now);
+                return self.give(index, before, now);
             }
         }
         // All owe: rounds in which nobody works take no time, but for those whose debts time pays. Where nobody has
@@ -352,7 +355,7 @@ impl Turns {
             }
         }
         if let Some(next) = (0..used).find(|i| self.shares[*i].wanting > 0 && self.shares[*i].deficit > 0) {
-            self.give(next, now);
+            self.give(next, before, now);
         }
     }
 
@@ -374,10 +377,13 @@ impl Turns {
         wanting.min_by_key(|i| self.places[*i].served).expect("a client with work")
     }
 
-    fn give(&mut self, index: usize, now: u64) {
+    /// Gives the turn, which `before` had, to a client of this user.
+    fn give(&mut self, index: usize, before: u32, now: u64) {
         let seat = self.least_served(index);
         self.shares[index].level = self.places[seat].served;
-        (self.holder, self.cursor, self.since, self.taken) = (seat as u32 + 1, index as u32, now, 0);
+        let passes_on = self.cursor as usize == index && before != 0 && before != seat as u32 + 1;
+        (self.taken, self.passed_on) = (0, passes_on.into());
+        (self.holder, self.cursor, self.since) = (seat as u32 + 1, index as u32, now);
     }
 }
 
@@ -591,6 +597,31 @@ mod tests {
             game.turns.look(game.now);
         }
         assert_eq!(game.turns.holder(), Some(0));
+    }
+
+    #[test]
+    fn a_user_pays_for_passing_its_turn_to_another_of_its_clients() {
+        let mut game = Game::of(&[1, 1, 2]);
+        game.want(&[2, 0, 1]);
+        let mut own = 0;
+        for _ in 0..100_000 {
+            // The first user's clients have one short operation each, and it takes 40 us until the other one has its
+            // processor. The second copies whenever it may.
+            let before = game.now;
+            let seat = game.step(|seat| (1 << 20, if seat == 2 { 100 } else { 20 } * US));
+            if seat == 2 {
+                own += game.now - before;
+            } else {
+                game.turns.rest(seat, game.now, true);
+                if game.turns.holder() == Some(1 - seat) {
+                    game.now += 40 * US;
+                    game.want(&[1 - seat]);
+                }
+                game.want(&[seat]);
+            }
+        }
+        let all = game.now - 10 * GAP;
+        assert!(own * 100 > all * 45, "{own} of {all} ns");
     }
 
     /// Clients whose processes end in their turns, again and again.

@@ -17,7 +17,7 @@ const GIB: usize = 1 << 30;
 type Attack = fn(&Path) -> !;
 
 /// So many of the attacks are none: they show what is left beside work that harms nobody, or needs no daemon.
-pub(crate) const COMPARISONS: usize = 4;
+pub(crate) const COMPARISONS: usize = 5;
 
 /// By name.
 pub(crate) const ATTACKS: &[(&str, Attack)] = &[
@@ -25,6 +25,7 @@ pub(crate) const ATTACKS: &[(&str, Attack)] = &[
     ("copying", copying),
     ("freeing", freeing),
     ("neighbour", neighbour),
+    ("crowd", crowd),
     ("mixed", mixed),
     ("reconnects", reconnects),
     ("broken-messages", broken_messages),
@@ -253,6 +254,11 @@ fn neighbour(path: &Path) -> ! {
     loop {
         copies.run(Duration::from_millis(100));
     }
+}
+
+/// The same over all connections, each for a millisecond.
+fn crowd(path: &Path) -> ! {
+    operating(path, MIB, 4, |copy| copy)
 }
 
 /// Copies 96 MiB over all connections, and pauses for 5 ms, for which it is owed something.
