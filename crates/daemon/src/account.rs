@@ -184,8 +184,12 @@ mod tests {
         // A barrier of the library would let one go long before the other.
         let wait = |round: u64| {
             arrived.fetch_add(1, Ordering::SeqCst);
-            while arrived.load(Ordering::SeqCst) < 2 * round {
-                std::thread::yield_now();
+            for spins in 0.. {
+                match arrived.load(Ordering::SeqCst) < 2 * round {
+                    true if spins < 10_000 => std::hint::spin_loop(),
+                    true => std::thread::yield_now(),
+                    false => break,
+                }
             }
         };
         let take = |seat| {
