@@ -151,7 +151,9 @@ mod tests {
         let second = account.charge(1, 30).unwrap();
         assert!(second.take(10) && !second.take(1));
         assert!(account.charge(2, 1).err().unwrap().1.contains("all clients use 100 of 100 (--all)"));
-        assert!(account.charge(2, u64::MAX).is_err());
+        for seat in 0..4 {
+            assert!(account.charge(seat, u64::MAX).is_err() && account.charge(seat, u64::MAX - 30).is_err());
+        }
         drop(first);
         second.give(5);
         assert_eq!((in_use(None), in_use(Some(2)), in_use(Some(1))), (35, 35, 0));
@@ -159,6 +161,52 @@ mod tests {
         second.bytes.store(0, Ordering::Relaxed);
         table.stand(1);
         assert_eq!(in_use(None), 0);
+    }
+
+    #[test]
+    fn a_charge_gives_back_what_it_has() {
+        let account = Accounts::new(&Config::default(), &clients(&[1])).memory;
+        let other = account.charge(0, 1000).unwrap();
+        let charge = account.charge(0, 100).unwrap();
+        assert!(charge.take(20));
+        charge.give(50);
+        assert_eq!(account.in_use(None), 1070);
+        drop(charge);
+        assert_eq!(account.in_use(None), 1000);
+        drop(other);
+    }
+
+    #[test]
+    fn the_last_of_an_amount_is_taken_once() {
+        let table = clients(&[1, 2]);
+        let account = Arc::new(Account { table, index: 0, limits: (1, 1), names: ["bytes", "--all"], remedy: "unmap" });
+        let arrived = AtomicU64::new(0);
+        // A barrier of the library would let one go long before the other.
+        let wait = |round: u64| {
+            arrived.fetch_add(1, Ordering::SeqCst);
+            for spins in 0.. {
+                match arrived.load(Ordering::SeqCst) < 2 * round {
+                    true if spins < 10_000 => std::hint::spin_loop(),
+                    true => std::thread::yield_now(),
+                    false => break,
+                }
+            }
+        };
+        let take = |seat| {
+            let mut taken = 0;
+            for round in 0..5000 {
+                wait(2 * round + 1);
+                let charge = account.charge(seat, 1);
+                wait(2 * round + 2);
+                taken += u32::from(charge.is_ok());
+            }
+            taken
+        };
+        let taken = std::thread::scope(|scope| {
+            let other = scope.spawn(|| take(1));
+            take(0) + other.join().unwrap()
+        });
+        assert_eq!(taken, 5000);
     }
 
     #[test]

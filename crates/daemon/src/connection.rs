@@ -373,3 +373,79 @@ impl Connection {
 fn no_register(bar: u8, offset: u64) -> Refused {
     Refused(Code::NoSuchThing, format!("no 4-byte register at offset {offset:#x} of BAR {bar}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::{Heap, MemfdHeap, PageKind};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::wire::FunctionFiles;
+
+    const PAGE: u64 = 4096;
+
+    /// The state of a daemon that lets a client have buffers of eight pages in all, and a client with a function.
+    fn client() -> (ServerState, Connection) {
+        let mut config = Config { memory: Some(8 << 20), user_percent: 100, ..Config::default() };
+        config.limits.bytes = 8 * PAGE;
+        let state = ServerState::new(config).unwrap();
+        let peer = Peer { pid: 1, uid: 1, user: 1, admin: false };
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let seat = state.table.sit(1, ClientStatus { client: 1, ..ClientStatus::new_zeroed() }).unwrap();
+        let mut connection = Connection::new(seat, 1, peer, socket.into()).unwrap();
+        connection.greeted = true;
+        let files = FunctionFiles::new().unwrap();
+        let files = files.fds().map(|fd| fd.try_clone_to_owned().unwrap()).into();
+        connection.open(&state, (2 << 20, 4 << 20), 1, files).unwrap();
+        (state, connection)
+    }
+
+    /// Touched.
+    fn buffer(pages: u64) -> OwnedFd {
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate((pages * PAGE) as usize).unwrap().share();
+        buf.as_volatile_slice().fill(1);
+        buf.export().unwrap().try_clone_to_owned().unwrap()
+    }
+
+    /// Maps the first page of each of them.
+    fn map(connection: &mut Connection, state: &ServerState, segments: &[u32], fds: Vec<OwnedFd>) -> Result<u64, Code> {
+        let segment =
+            |fd: &u32| MapSegment { fd: (*fd).into(), reserved: 0.into(), offset: 0.into(), len: PAGE.into() };
+        let segments: Vec<_> = segments.iter().map(segment).collect();
+        let answer = connection.map(state, 3, &segments, fds).map_err(|Refused(code, _)| code)?;
+        Ok(u64::from_le_bytes(answer.try_into().unwrap()))
+    }
+
+    #[test]
+    fn each_segment_is_charged() {
+        let (state, mut connection) = client();
+        let mut charged = Vec::new();
+        for segments in [&[0][..], &[0; 8]] {
+            let before = state.accounts.memory.in_use(None);
+            let pages = (segments.len() as u64 * PAGE) / MAPPED_PER_BYTE;
+            map(&mut connection, &state, segments, vec![buffer(1)]).unwrap();
+            charged.push(state.accounts.memory.in_use(None) - before - pages);
+        }
+        assert!(charged[1] >= charged[0] + 7 * 207, "{charged:?}: as many bytes were measured for one");
+    }
+
+    #[test]
+    fn buffers_of_one_message_count_together() {
+        let (state, mut connection) = client();
+        assert_eq!(map(&mut connection, &state, &[0, 1], vec![buffer(5), buffer(4)]), Err(Code::Quota));
+        assert_eq!((connection.row().bytes, connection.row().buffers), (0, 0));
+        map(&mut connection, &state, &[0, 1], vec![buffer(5), buffer(3)]).unwrap();
+    }
+
+    #[test]
+    fn pages_that_the_kernel_has_the_daemon_pay_for_are_charged() {
+        let (state, mut connection) = client();
+        connection.guard = None;
+        let in_use = || state.accounts.memory.in_use(None);
+        let before = in_use();
+        let iova = map(&mut connection, &state, &[0], vec![buffer(8)]).unwrap();
+        assert_eq!(in_use() - before, 8 * PAGE + PAGE / MAPPED_PER_BYTE + MAPPING_BYTES + SEGMENT_BYTES);
+        connection.execute(&state, ClientRequest::Unmap { iova }, &mut Vec::new()).unwrap();
+        assert_eq!(in_use(), before);
+    }
+}

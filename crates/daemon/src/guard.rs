@@ -88,6 +88,7 @@ mod tests {
         daemon.populate(0, 16 << 10).unwrap();
         assert_eq!(daemon.as_volatile_slice().load_u32(4096), Some(0x0707_0707));
         assert_eq!(daemon.populate(12 << 10, 8 << 10).unwrap_err().raw_os_error(), Some(14), "EFAULT");
+        assert!(daemon.populate(60 << 10, 4096).is_err(), "the last page");
         assert_eq!(pages(), 4);
         fallocate(&fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 4096, 4096).unwrap();
         assert!(daemon.populate(0, 16 << 10).is_err() && pages() == 3);

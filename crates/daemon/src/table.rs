@@ -347,4 +347,20 @@ mod tests {
         assert!(seat.taken.iter().all(|taken| taken.load(Relaxed) == 0) && table.seats().count() == 1);
         assert!(table.sit(2, row(3)) == Some(1) && !seat.is_released() && seat.row().client == 3);
     }
+
+    #[test]
+    fn who_owes_is_not_waited_for_when_its_connection_is_over() {
+        let table = Table::new().unwrap();
+        let row = |client| ClientStatus { client, ..ClientStatus::new_zeroed() };
+        for user in [1, 2] {
+            table.sit(user, row(user.into())).unwrap();
+        }
+        // More than once, since time pays debts: another process may have had the processor.
+        let gives_up = |_| {
+            table.take_turn(1);
+            table.charge(0, Duration::from_secs(60));
+            !table.wait_until_paid(0, || true)
+        };
+        assert!((0..100).any(gives_up));
+    }
 }

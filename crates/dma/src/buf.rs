@@ -329,9 +329,13 @@ mod tests {
 
     #[test]
     fn an_exported_buffer_stays_shared() {
-        let shared = MemfdHeap::new().allocate(4096).unwrap().share();
+        let heap = MemfdHeap::new();
+        let shared = heap.allocate(4096).unwrap().share();
         assert!(shared.export().is_some());
-        assert!(shared.into_cpu().is_err());
+        let shared = shared.into_cpu().unwrap_err();
+        assert_eq!(heap.stats().live, 4096, "it still is the heap's");
+        drop(shared);
+        assert_eq!(heap.stats().live, 0);
         assert!(AnonHeap::new().allocate(4096).unwrap().share().export().is_none());
     }
 

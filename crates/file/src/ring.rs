@@ -406,7 +406,7 @@ mod tests {
     fn after_a_short_read_the_kernel_fills_the_rest_alone() {
         const HALF: usize = LEN / 2;
         let mut file = tempfile::tempfile().unwrap();
-        std::io::Write::write_all(&mut file, &[7; 4 * LEN]).unwrap();
+        std::io::Write::write_all(&mut file, &[&[5; HALF][..], &[7; 4 * LEN]].concat()).unwrap();
         let file = Arc::new(file);
         let mut buffer = AnonHeap::new().allocate(3 * LEN).unwrap();
         buffer.fill(1);
@@ -433,6 +433,59 @@ mod tests {
         ring.enter(Some(Duration::from_secs(60))).unwrap();
         let (read, moved) = ring.reap().expect("a file is read at once");
         check(&read, moved, "a ring");
+    }
+
+    #[test]
+    fn a_dropped_dead_ring_frees_what_the_kernel_never_saw() {
+        let heap = AnonHeap::new();
+        let Ok(mut ring) = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")) else { return };
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let slice = heap.allocate(LEN).unwrap().share().into_slice();
+        let read = Request { ask: Ask::Read, queue: 0, op: 0, index: 0, direct: false, file, slice, at: 0, done: 0 };
+        assert!(ring.push(read).is_ok());
+        ring.fail_enter = true;
+        assert!(ring.enter(None).is_err());
+        ring.timeout = Duration::from_millis(50);
+        drop(ring);
+        assert_eq!(heap.stats().live, 0);
+    }
+
+    #[test]
+    fn a_signal_ends_a_wait_and_no_more() {
+        extern "C" fn heard(_signal: libc::c_int) {}
+        let heap = AnonHeap::new();
+        let Some((mut ring, open)) = stuck(&heap) else { return };
+        let handler = heard as extern "C" fn(libc::c_int);
+        // SAFETY: all zeros are such a value; the handler does nothing, and no other code here uses this signal.
+        let set = unsafe {
+            let action = libc::sigaction { sa_sigaction: handler as usize, ..std::mem::zeroed() };
+            libc::sigaction(libc::SIGUSR2, &raw const action, std::ptr::null_mut())
+        };
+        assert_eq!(set, 0);
+        // SAFETY: it has no conditions.
+        let waiter = unsafe { libc::pthread_self() };
+        let ended = std::sync::atomic::AtomicBool::new(false);
+        let waited = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    // SAFETY: the thread lives: it waits for the end of this one.
+                    unsafe { libc::pthread_kill(waiter, libc::SIGUSR2) };
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+            let waited = ring.enter(Some(Duration::from_secs(60)));
+            ended.store(true, Ordering::Relaxed);
+            waited
+        });
+        assert!(waited.is_ok() && !ring.is_dead(), "{waited:?}");
+        std::io::Write::write_all(&mut &open, b"late").unwrap();
+        let ended = loop {
+            ring.enter(Some(Duration::from_secs(60))).unwrap();
+            if let Some((_, result)) = ring.reap() {
+                break result;
+            }
+        };
+        assert_eq!(ended, 4);
     }
 
     #[test]

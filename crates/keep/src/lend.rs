@@ -69,6 +69,13 @@ mod tests {
         assert!(rustix::io::write(lend(&fd).unwrap(), b"x").is_err());
     }
 
+    /// Rather too long than freed under somebody.
+    #[test]
+    fn what_the_kernel_does_not_tell_is_lent() {
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(is_lent(&socket), "it cannot be opened anew");
+    }
+
     #[test]
     fn only_sealed_memory_counts() {
         let sealed = MemfdHeap::importable(None).allocate(8192).unwrap().share().seal().unwrap();
@@ -77,5 +84,19 @@ mod tests {
         assert_eq!(sealed_bytes(open.as_fd()), None);
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         assert_eq!(sealed_bytes(pipe.as_fd()), None);
+        let all = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW;
+        let with = |flags, seals| {
+            let fd = memfd_create("seals", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags).ok()?;
+            rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+            Some(fd)
+        };
+        let plain = |seals| sealed_bytes(with(MemfdFlags::empty(), seals).unwrap().as_fd());
+        assert_eq!(plain(all), Some(0));
+        for missing in [SealFlags::WRITE, SealFlags::SHRINK, SealFlags::GROW] {
+            assert_eq!(plain(all - missing), None, "without {missing:?}");
+        }
+        if let Some(reserved) = with(MemfdFlags::HUGETLB, all) {
+            assert_eq!(sealed_bytes(reserved.as_fd()), None, "reserved huge pages");
+        }
     }
 }

@@ -392,6 +392,29 @@ mod tests {
         memory.write(CardAddr::new(0), &[1]).unwrap();
         assert!(matches!(memory.write(CardAddr::new(BLOCK), &[1]), Err(Error::NoMemory { .. })));
         assert_eq!((taken.0.load(Ordering::Relaxed), memory.touched()), (most + BLOCK, (BLOCK, 0)));
+        let hbm = memory.write(CardAddr::new(HBM_BASE), &[1]);
+        assert!(matches!(hbm, Err(Error::NoMemory { .. })), "HBM counts too");
+    }
+
+    #[test]
+    fn no_page_is_made_for_what_is_refused() {
+        let taken = Arc::new(Counted(AtomicU64::new((1 << 63) - 1)));
+        let memory = CardMemory::compact(2 * BLOCK, 2 * BLOCK).unwrap().with_allowance(taken);
+        let (file, _) = memory.lend().unwrap();
+        assert!(matches!(memory.write(CardAddr::new(0), &[1]), Err(Error::NoMemory { .. })));
+        assert_eq!((rustix::fs::fstat(file).unwrap().st_blocks, memory.touched()), (0, (0, 0)));
+    }
+
+    #[test]
+    fn all_blocks_of_a_range_are_made_present() {
+        let taken = Arc::new(Counted::default());
+        let memory = CardMemory::new(4 * BLOCK, 2 * BLOCK).unwrap().with_allowance(taken.clone());
+        // The first one is there, and the third.
+        for block in [0, 2] {
+            memory.write(CardAddr::new(block * BLOCK), &[1]).unwrap();
+        }
+        memory.read(CardAddr::new(8), &mut vec![0; 3 * BLOCK as usize]).unwrap();
+        assert_eq!((taken.0.load(Ordering::Relaxed), memory.touched()), (4 * BLOCK, (4 * BLOCK, 0)));
     }
 
     #[test]

@@ -321,6 +321,20 @@ mod tests {
     }
 
     #[test]
+    fn the_number_of_files_is_limited() {
+        let memory = ClientMemory::new();
+        let map = |page: u64| memory.map(span(page << 12, 4096), Access::RW, sparse(4096), 0);
+        // One file stands for all but one of them: a process may not have so many descriptors.
+        let file = Arc::new(SharedBuf::import(sparse(4096).unwrap()).unwrap());
+        let others = (1..MAX_FILES as u64).map(|number| ((u64::MAX, number), Arc::downgrade(&file)));
+        memory.0.write().unwrap().files.extend(others);
+        map(1).unwrap();
+        assert_eq!(map(2), Err(Errno::NOMEM));
+        memory.unmap(span(1 << 12, 4096)).unwrap();
+        map(2).unwrap();
+    }
+
+    #[test]
     fn the_mappings_of_a_client_are_limited() {
         let memory = ClientMemory::new();
         let map = |page: u64| memory.map(span(page << 12, 4096), Access::RW, None, 0);
@@ -353,6 +367,7 @@ mod tests {
         assert_eq!((fault.at, fault.reason), (Iova::new(0x3000), FaultReason::NotMapped));
         port.hold().write_word(Iova::new(0x8ff8), 7).unwrap();
         assert_eq!(buf.as_volatile_slice().load_u64(0x1ff8), Some(7));
+        port.hold().read_bytes(Iova::new(0x8fff), &mut [0]).unwrap();
         assert!(
             port.hold().write_word(Iova::new(0x8ff4), 7).is_err()
                 && port.hold().read_bytes(Iova::new(u64::MAX), &mut bytes).is_err()
@@ -364,6 +379,7 @@ mod tests {
         assert_eq!(map(0x9000, 0x5000, 0), Err(Errno::INVAL), "longer than the file");
         assert_eq!(map(0x9000, 0x1000, u64::MAX - 0xfff), Err(Errno::INVAL));
         assert_eq!(map(0x9008, 0x1000, 0), Err(Errno::INVAL));
+        assert_eq!(map(0x9000, 0x1000, 8), Err(Errno::INVAL));
         assert_eq!(memory.map(span(0x9000, 0x1000), Access::empty(), fd(), 0), Err(Errno::INVAL));
         let file = tempfile::tempfile().unwrap();
         assert_eq!(
@@ -390,5 +406,17 @@ mod tests {
         port.hold().read_bytes(Iova::new(0x8000), &mut bytes).unwrap();
         memory.clear();
         assert_eq!((memory.mappings(), port.hold().read_bytes(Iova::new(0x8000), &mut bytes).is_err()), (0, true));
+    }
+
+    #[test]
+    fn words_go_on_in_the_next_mapping() {
+        let memory = ClientMemory::new();
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(16 << 10).unwrap().share();
+        let fd = || Some(buf.export().unwrap().try_clone_to_owned().unwrap());
+        memory.map(span(0x1000, 0x1000), Access::RW, fd(), 0).unwrap();
+        memory.map(span(0x2000, 0x1000), Access::RW, fd(), 0x3000).unwrap();
+        memory.port().hold().write_words(Iova::new(0x1ff0), &[None, Some(2), Some(3), None, Some(5)]).unwrap();
+        let word = |at| buf.as_volatile_slice().load_u64(at).unwrap();
+        assert_eq!([0xff0, 0xff8, 0x3000, 0x3008, 0x3010, 0x3018].map(word), [0, 2, 3, 0, 5, 0]);
     }
 }

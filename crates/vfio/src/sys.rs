@@ -711,6 +711,27 @@ mod tests {
     }
 
     #[test]
+    fn no_safe_call_maps_memory() {
+        let file = file(4096);
+        for request in [Request::IommuMapDma, Request::IoasMap, Request::IoasMapFile] {
+            let call = || words(file.as_fd(), request, &mut [0; 12]);
+            assert!(std::panic::catch_unwind(call).is_err(), "{}", request as u32);
+        }
+    }
+
+    #[test]
+    fn a_device_gets_the_access_that_was_asked_for() {
+        let (readable, writable) = (
+            ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE,
+            ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
+        );
+        for (access, wanted) in [(Access::READ, readable), (Access::WRITE, writable), (Access::RW, readable | writable)]
+        {
+            assert_eq!(ioas_flags(access) & (readable | writable), wanted, "{access:?}");
+        }
+    }
+
+    #[test]
     fn areas_that_can_be_mapped() {
         // After a capability of another kind, two areas: struct vfio_region_info_cap_sparse_mmap has a header (id,
         // version, next), nr_areas, reserved, and areas of 64-bit offset and length.
@@ -733,7 +754,7 @@ mod tests {
         let words = [0, 0, 0, 0, 1 | 1 << 16, 24, 2 | 1 << 16, 16];
         let found = capabilities(&words, 16);
         assert_eq!(found.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 2]);
-        for first in [0, 2, 30, 32, u32::MAX] {
+        for first in [0, 2, 28, 30, 32, u32::MAX] {
             assert!(capabilities(&words, first).is_empty(), "{first}");
         }
     }

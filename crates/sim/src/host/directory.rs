@@ -255,4 +255,28 @@ mod tests {
             assert_eq!(located(frame), Some((page * FRAME, count * FRAME)), "frame {frame}");
         }
     }
+
+    #[test]
+    fn a_buffer_that_is_removed_is_left_alone() {
+        let mut directory = Directory::default();
+        let shared = AnonHeap::new().allocate(2 * FRAME as usize).unwrap().share();
+        let these = table(&[frames(0, 2)]);
+        directory.enter(shared.reference(), 0, &these).unwrap();
+        directory.remove(&these);
+        assert_eq!((directory.frames(), shared.into_cpu().is_ok()), (0, true));
+        // What takes its slot is not behind its frames.
+        directory.enter(buffer(2), 0, &table(&[frames(2, 2)])).unwrap();
+        assert!([0, 1].iter().all(|frame| directory.locate(frames(*frame, 1).addr, 1).is_none()));
+    }
+
+    #[test]
+    fn a_page_number_has_32_bits() {
+        let mut directory = Directory::default();
+        let these = table(&[frames(0, 2)]);
+        for first in [u64::from(u32::MAX) - 1, u64::from(u32::MAX), u64::MAX] {
+            assert!(directory.enter(buffer(2), first, &these).is_none(), "{first:#x}");
+        }
+        assert_eq!(directory.frames(), 0);
+        directory.enter(buffer(2), u64::from(u32::MAX) - 2, &these).unwrap();
+    }
 }

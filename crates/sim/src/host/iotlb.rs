@@ -171,7 +171,7 @@ fn stretch<F: Format>(at: Iova, table: &Table<F>, directory: &Directory, epoch: 
 #[cfg(test)]
 mod tests {
     use dmalane_addr::{Segment, SgTable};
-    use dmalane_dma::{AnonHeap, Heap};
+    use dmalane_dma::{AnonHeap, Heap, SharedBuf};
     use dmalane_iopt::X86_64_4Level;
 
     use super::*;
@@ -205,5 +205,47 @@ mod tests {
             assert_eq!(fill(page + 8), (page, left, left), "at {page:#x}");
         }
         assert!(tlb.fill(Iova::new(2 * WINDOW), &table, &directory).is_none());
+    }
+
+    /// Pages of one buffer that follow each other, behind leaves of two rights and with a page between them where
+    /// nothing is mapped.
+    #[test]
+    fn a_stretch_has_one_right_and_no_hole() {
+        const BASE: u64 = 4 << 30;
+        let buffer = AnonHeap::new().allocate(3 * FRAME as usize).unwrap().share().reference();
+        let mut frames = SgTable::new();
+        frames.push(PhysAddr::new(BASE), 3 * FRAME).unwrap();
+        let mut directory = Directory::default();
+        directory.enter(buffer, 0, &frames).unwrap();
+        let mut table: Table<X86_64_4Level> = PageTable::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
+        for (frame, page, access) in [(0, 0, Access::READ), (1, 1, Access::RW), (2, 3, Access::RW)] {
+            let leaf = Segment { addr: PhysAddr::new(BASE + frame * FRAME), len: FRAME };
+            table.map_sg(Iova::new(WINDOW + page * FRAME), [leaf], access).unwrap();
+        }
+        for (page, access) in [(0, Some(Access::READ)), (1, Some(Access::RW)), (2, None), (3, Some(Access::RW))] {
+            let first = WINDOW + page * FRAME;
+            let found = stretch(Iova::new(first + 8), &table, &directory, 0);
+            let found = found.map(|entry| (entry.first, entry.len, entry.bytes.len(), entry.access));
+            assert_eq!(found, access.map(|access| (first, FRAME, FRAME, access)), "page {page}");
+        }
+    }
+
+    #[test]
+    fn an_entry_of_a_large_leaf_is_a_window() {
+        const GIB: u64 = 1 << 30;
+        let buffer = SharedBuf::sparse("test", (GIB + WINDOW) as usize).unwrap().reference();
+        let mut frames = SgTable::new();
+        frames.push(PhysAddr::new(4 * GIB), GIB + WINDOW).unwrap();
+        let mut directory = Directory::default();
+        directory.enter(buffer, 0, &frames).unwrap();
+        let mut table: Table<X86_64_4Level> = PageTable::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
+        let leaf = Segment { addr: PhysAddr::new(4 * GIB), len: GIB };
+        table.map_sg(Iova::new(GIB), [leaf], Access::RW).unwrap();
+        assert_eq!(table.lookup(Iova::new(GIB)).unwrap().size.bytes(), GIB);
+        let mut tlb = Iotlb::new();
+        for first in [GIB, GIB + WINDOW, 2 * GIB - WINDOW] {
+            let entry = tlb.fill(Iova::new(first + 8), &table, &directory).unwrap();
+            assert_eq!((entry.first, entry.len, entry.bytes.len()), (first, WINDOW, WINDOW));
+        }
     }
 }

@@ -163,6 +163,42 @@ fn page_table_walks_are_counted() {
     assert_eq!(read(128 << 10), 0);
 }
 
+/// Behind the first page of one buffer lies the second page of another: at the same distances from their beginnings as
+/// if they were one.
+#[test]
+fn a_buffer_does_not_go_on_in_the_next() {
+    let host = host::<Arm64S1_4k>(0.0);
+    let bufs = [1u8, 2].map(|byte| {
+        let mut buf = AnonHeap::new().allocate(8192).unwrap();
+        buf.fill(byte);
+        buf.share()
+    });
+    let pin = |buf: &SharedBuf, range| host.pin_range(&buf.reference(), range).unwrap();
+    let mapping = host.map_list(vec![pin(&bufs[0], 0..4096), pin(&bufs[1], 4096..8192)], Access::RW).unwrap();
+    let mut port = host.port();
+    // The first time page by page, and later from what the IOTLB has.
+    for _ in 0..4 {
+        let mut got = [0; 8192];
+        port.hold().read_bytes(mapping.span().first(), &mut got).unwrap();
+        assert_eq!(got, *[[1; 4096], [2; 4096]].as_flattened());
+    }
+}
+
+#[test]
+fn what_was_read_last_is_still_only_read() {
+    let host = host::<Arm64S1_4k>(0.0);
+    let buf = buffer(8192);
+    let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::READ).unwrap();
+    let (mut port, at) = (host.port(), mapping.span().first());
+    let mut held = port.hold();
+    for _ in 0..3 {
+        held.read_bytes(at, &mut [0; 8]).unwrap();
+        assert_eq!(held.write_bytes(at, &[0xff; 8]).unwrap_err().reason, FaultReason::NotPermitted);
+    }
+    drop(held);
+    assert_eq!(buf.as_volatile_slice().load_u64(0).unwrap().to_le_bytes(), std::array::from_fn(|i| i as u8));
+}
+
 #[test]
 fn unmapping_waits_for_copies_under_way() {
     let host = host::<Arm64S1_4k>(0.5);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Iova, Span};
-use dmalane_card::regs::{self, BAR_REGISTERS};
+use dmalane_card::regs::{self, BAR_REGISTERS, MAX_LEN};
 use dmalane_card::{Card, CardTables, Descriptor, Status, Task};
 use dmalane_dma::{AnonHeap, Heap, Mmio, SharedBuf};
 use dmalane_iopt::{PageTable, X86_64_4Level};
@@ -62,6 +62,21 @@ impl Raw {
 
     fn work(&self) {
         while self.bus.progress() {}
+    }
+
+    fn completions(&self) -> u64 {
+        self.registered[0].mapping().span().first().bits() + COMPLETIONS as u64
+    }
+
+    /// Stops the channel and starts it with its completions there.
+    fn restart(&mut self, completions: u64) {
+        self.set(regs::CH_CONTROL, 0);
+        self.work();
+        self.set(regs::CH_COMPLETIONS, completions as u32);
+        self.set(regs::CH_COMPLETIONS + 4, (completions >> 32) as u32);
+        self.set(regs::CH_CONTROL, 1);
+        self.work();
+        self.written = 0;
     }
 
     fn data_at(&self, offset: u64) -> Iova {
@@ -168,11 +183,13 @@ fn a_request_to_cancel_ends_with_the_channel() {
     }
 }
 
-#[test]
-fn a_step_costs_a_mebibyte_at_most() {
+/// What the steps of a new card cost that does this, with its memory present or not.
+fn costs(is_present: bool, tasks: &[Task]) -> Vec<u64> {
     let host = SoftHost::new(HostConfig::default()).unwrap();
     let memory = CardMemory::new(8 * MIB, 8 * MIB).unwrap();
-    memory.populate(memory.ddr()).unwrap();
+    if is_present {
+        memory.populate(memory.ddr()).unwrap();
+    }
     let card: SoftCard<DevicePort> = SoftCard::new(memory, (1, Workers::Inline), || host.port(), |_| ()).unwrap();
     let ring = AnonHeap::new().allocate(8192).unwrap().share();
     let via = Registered::new(&host, &ring, Access::RW).unwrap();
@@ -183,13 +200,73 @@ fn a_step_costs_a_mebibyte_at_most() {
     set(regs::CH_COMPLETIONS, base + COMPLETIONS as u32);
     set(regs::CH_CONTROL, 1);
     card.step(0, u64::MAX).expect("it starts");
-    let fill = Task::Fill { pattern: 7, card: at(0), len: 4 * MIB as u32 };
-    for (i, word) in Descriptor::from(fill).encode().into_iter().enumerate() {
+    let encode = |task: &Task| {
+        // A shape is for the task behind it.
+        Descriptor { chained: matches!(task, Task::Shape { .. }), ..(*task).into() }.encode()
+    };
+    for (i, word) in tasks.iter().flat_map(encode).enumerate() {
         ring.as_volatile_slice().store_u64(8 * i, word).unwrap();
     }
-    set(regs::CH_DOORBELL, 1);
-    let costs: Vec<u64> = std::iter::from_fn(|| card.step(0, u64::MAX)).map(|step| step.cost).collect();
+    set(regs::CH_DOORBELL, tasks.len() as u32);
+    std::iter::from_fn(|| card.step(0, u64::MAX)).map(|step| step.cost).collect()
+}
+
+#[test]
+fn a_step_costs_a_mebibyte_at_most() {
+    let costs = costs(true, &[Task::Fill { pattern: 7, card: at(0), len: 4 * MIB as u32 }]);
     assert!(costs.len() >= 4 && costs.iter().all(|cost| *cost < 2 * MIB), "{costs:?}");
+}
+
+#[test]
+fn first_touches_and_short_rows_cost_more_than_their_bytes() {
+    let fill = |len| Task::Fill { pattern: 7, card: at(0), len };
+    let total = |is_present, tasks: &[Task]| costs(is_present, tasks).into_iter().sum::<u64>();
+    let one = total(true, &[fill(1)]);
+    assert_eq!(total(false, &[fill(1)]) - one, 4 * 2 * MIB, "a block was made present");
+    // Too few for a look at the clock.
+    let rows = Task::Shape { host_pitch: 0, card_pitch: 64, rows: 15 };
+    assert_eq!(total(true, &[rows, fill(1)]) - one, 14 * 512);
+}
+
+#[test]
+fn rows_are_as_long_as_the_longest_operation_in_all() {
+    let mut raw = Raw::new();
+    for (rows, status) in [(2, Status::NoCardMemory), (3, Status::BadShape)] {
+        raw.push(Task::Shape { host_pitch: 0, card_pitch: 0, rows }, true);
+        raw.push(Task::Fill { pattern: 7, card: at(0), len: MAX_LEN / 2 }, false);
+        assert_eq!(raw.statuses(1), [status.code()], "{rows} rows");
+    }
+}
+
+/// An operation that has failed or that has a shape, of which the rest did not come before the channel was stopped.
+#[test]
+fn an_operation_ends_with_the_channel() {
+    let outside = Task::Fill { pattern: 7, card: at(8 * MIB), len: 16 };
+    let shape = Task::Shape { host_pitch: 0, card_pitch: 64, rows: 2 };
+    for (task, status) in [(outside, Status::NoCardMemory), (shape, Status::Ok)] {
+        let mut raw = Raw::new();
+        raw.push(task, true);
+        assert_eq!(raw.statuses(1), [status.code()]);
+        raw.restart(raw.completions());
+        raw.push(Task::Fill { pattern: !0, card: at(0), len: 16 }, false);
+        assert_eq!(raw.statuses(1), [Status::Ok.code()], "after {task:?}");
+        assert_eq!(raw.card_bytes(0, 128), [vec![0xff; 16], vec![0; 112]].concat(), "after {task:?}");
+    }
+}
+
+#[test]
+fn completions_that_could_not_be_written_are_not_for_the_next_ring() {
+    let mut raw = Raw::new();
+    let nowhere = 1 << 40;
+    raw.restart(nowhere);
+    raw.push(Task::Fill { pattern: 7, card: at(8 * MIB), len: 16 }, false);
+    raw.set(regs::CH_DOORBELL, raw.written);
+    raw.work();
+    assert_eq!((raw.get(regs::CH_STATUS), raw.get(regs::CH_ERROR)), (regs::STATUS_HALTED, 4));
+    raw.restart(raw.completions());
+    raw.push(Task::Fill { pattern: 7, card: at(0), len: 16 }, false);
+    assert_eq!(raw.statuses(1), [Status::Ok.code()]);
+    assert_eq!(raw.ring.as_volatile_slice().load_u64(COMPLETIONS + 16 + 8), Some(0), "one has ended");
 }
 
 /// Rows whose last byte has no address, on one side alone.
@@ -293,6 +370,10 @@ fn a_range_that_ends_outside_moves_nothing() {
         assert_eq!(host, vec![0x77; 8192], "{task:?}");
     }
     // Of rows, the last one counts.
+    raw.push(Task::Shape { host_pitch: 8192, card_pitch: 16, rows: 2 }, true);
+    raw.push(Task::Within { from: at(end - 4096), to: at(0), len: 16 }, false);
+    assert_eq!(raw.statuses(1), [Status::NoCardMemory.code()]);
+    assert_eq!(raw.card_bytes(0, 16), [0x22; 16]);
     raw.push(Task::Shape { host_pitch: 16, card_pitch: 2048, rows: 3 }, true);
     raw.push(Task::Copy { direction: from_host, card: at(end - 4096), host: raw.data_at(0), len: 16 }, false);
     assert_eq!(raw.statuses(1), [Status::NoCardMemory.code()]);
