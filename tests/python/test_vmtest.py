@@ -242,7 +242,12 @@ def test_a_stock_kernel_runs_every_stage_and_a_built_one_both_backends():
         ["unit", "devices", "unit"], ["heaps", "devices", "mem"],
     ]  # fmt: skip
     assert all("--show-output" in line for line in lines)
+    # What reads an IOMMU's registers runs where they can be read, with each IOMMU of a PC.
+    assert not any("page_tables" in line for line in lines)
+    assert suites.iommu_line(stock, "", "vtd48") == lines[2]
+    assert suites.iommu_line(stock, "", "amd") == f"{lines[2]} --skip dma_after_unmap"
     lines = suites.suite_lines(built, "name")
+    assert all("--skip page_tables::" in line for line in lines[:2])
     assert [line.split()[0] for line in lines] == ["iommufd", "type1", "unit", "heaps"]
     assert lines[0].split()[2:4] == ["../bin/env", "DMALANE_VFIO_BACKEND=iommufd"]
     assert [line.split()[-1] for line in lines] == ["name", "name", "name", "heap::tests::name"]
@@ -285,6 +290,7 @@ def test_the_machines_have_what_the_tests_drive(tmp_path):
         assert command[-len(devices) :] == devices
         assert all(isinstance(word, str) for word in command)
     assert f"file:{tmp_path}/tests.log" in x86
+    assert qemu.INTEL in x86 and qemu.IOMMUS["amd"] in qemu.x86("/k", tmp_path, [], iommu=qemu.IOMMUS["amd"])
     assert "tests=ttyS0" in arm[arm.index("-append") + 1].split()
     program, env = served.qemu_program(tmp_path)
     command = qemu.served(program, "/k/vmlinuz", tmp_path, "/s/card")

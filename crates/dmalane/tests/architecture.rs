@@ -56,7 +56,7 @@ const CRATES: &[Crate] = &[
     Crate::std("file", &["addr", "dma", "queue", "device"]),
     Crate::std("card", &["addr", "iopt", "vm", "dma", "queue", "device"]),
     Crate::std("sim", &["addr", "iopt", "dma", "queue", "card"]).tests_use(&["device"]),
-    Crate::std("vfio", &["addr", "dma"]).tests_use(&["queue", "device"]),
+    Crate::std("vfio", &["addr", "dma"]).tests_use(&["iopt", "queue", "device"]),
     Crate::std("vfio-user", &["addr", "dma"]),
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card", "sim"]),
     Crate::std("vulkan", &["addr", "vm", "dma", "queue", "device"]),

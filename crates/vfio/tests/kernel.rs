@@ -5,6 +5,7 @@
 #[path = "../examples/edu.rs"]
 mod driver;
 mod edu;
+mod page_tables;
 #[allow(dead_code)] // its `main`
 #[path = "../examples/peer.rs"]
 mod peer;

@@ -19,6 +19,7 @@ COMMANDS = {
     "list": "prints the kernels of tests/vm/kernels",
     "iommufd": "builds a kernel with iommufd, once (6 minutes of a processor, 3 GB meanwhile), and runs the suites on "
     "both backends of VFIO",
+    "iommus": "the driver's suite with QEMU's other IOMMUs: AMD's, and Intel's with tables of four levels",
     "arm64": "the suites on arm64, with an SMMUv3 and pages of 4 and 16 KiB; cross-built (5 minutes)",
     "vfio-user": "the served card in a guest: `dmalane card serve` on this machine, a QEMU from 10.1 on out of "
     "Debian's sid in a folder of its own, and in the guest the driver's tests, `dmalane load --verify` with a real "
@@ -110,6 +111,8 @@ def run_kernels(command, store, kernels):
     match command:
         case "run" | "iommufd" | "arm64":
             return suites.run_suites(store, kernels)
+        case "iommus":
+            return all([suites.run_iommus(store, kernel) for kernel in kernels])
         case "vfio-user":
             return all([served.run(store, kernel) for kernel in kernels])
         case "bar-map" | "dma-map" | "alloc-read":
