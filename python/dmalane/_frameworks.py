@@ -34,7 +34,11 @@ _TORCH = {
 
 
 def _numpy() -> Callable[[Tensor], Any]:
-    import numpy
+    try:
+        import numpy
+    except ImportError as error:
+        why = "arrays need NumPy: pip install numpy ml_dtypes, or framework=\"bytes\" for tensors without it"
+        raise ModuleNotFoundError(why, name="numpy") from error
 
     types: dict[str, Any] = {}
 

@@ -236,8 +236,8 @@ def load_into(
     names = files.keys()
     if strict and (unknown := set(tensors).symmetric_difference(names)):
         name = min(unknown)
-        where = "the files" if name in tensors else "the dictionary"
-        raise UnknownTensorError(f"{where} have no tensor {name!r}", tensor=name)
+        where = "the files have" if name in tensors else "the dictionary has"
+        raise UnknownTensorError(f"{where} no tensor {name!r}", tensor=name)
     for name in set(tensors) & set(names):
         dtype, shape, nbytes, file, _ = files.describe(name)
         target = tensors[name]

@@ -101,12 +101,17 @@ pub fn cannot_open(error: &OpenError) -> Failure {
 /// A way out of an error of opening a device.
 fn hint(spec: &DeviceSpec, source: &(dyn Error + 'static)) -> Option<String> {
     let text = match (source.downcast_ref(), source.downcast_ref(), source.downcast_ref()) {
-        (Some(PciCardError::VfioUser(vfio_user::Error::Connect { .. })), ..) => {
-            "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time"
+        (Some(PciCardError::VfioUser(vfio_user::Error::Connect { source, .. })), ..) => match source.kind() {
+            ErrorKind::PermissionDenied => "this user may not open the socket",
+            _ => "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time",
+        },
+        (Some(PciCardError::VfioUser(vfio_user::Error::Unanswered { .. })), ..) => {
+            "it may have another client: `dmalane card serve` serves one at a time"
         }
         (Some(PciCardError::NotACard { .. }), ..) => "`dmalane devices` lists what is bound to vfio-pci",
         (_, Some(ClientError::Refused { code: Code::Quota, .. }), _) => {
-            "-d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less; dmalaned gives more with --client-ddr and --client-hbm"
+            "`dmalaned status` says who has what; -d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less; dmalaned gives \
+             more with --clients, --client-ddr and --client-hbm"
         }
         (_, Some(ClientError::Connect { .. }), _) => {
             "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it"

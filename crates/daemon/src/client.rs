@@ -40,7 +40,11 @@ const STATUS_READS_PER_CHECK: u32 = 64;
 #[non_exhaustive]
 pub enum ClientError {
     /// The socket cannot be opened, or no daemon listens on it.
-    #[error("cannot connect to {} (is dmalaned running, and may this user open the socket?)", path.display())]
+    #[error("cannot connect to {}{}", path.display(), match *source {
+        Errno::ACCESS => ": this user may not open it",
+        Errno::CONNREFUSED => ": nobody listens there (any more)",
+        _ => " (is dmalaned running?)",
+    })]
     Connect {
         /// The daemon's socket.
         path: PathBuf,

@@ -1,6 +1,7 @@
 //! The memory of a device: which part of it is free.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
@@ -68,11 +69,14 @@ impl fmt::Display for Placement {
 #[non_exhaustive]
 pub enum MemoryError {
     /// No region and no group has this name.
-    #[error("the device has no {placement} memory, only {}", if regions.is_empty() { "none" } else { regions })]
+    #[error("the device has no {}", match &**regions {
+        "" => "memory".to_owned(),
+        _ => format!("{placement} memory, only {regions}"),
+    })]
     NoRegion {
         /// The placement that was requested.
         placement: Placement,
-        /// The names of the regions, with commas between them.
+        /// The names of the regions and groups, with commas between them; none where there is no memory.
         regions: String,
     },
     /// No free range is long enough.
@@ -489,8 +493,9 @@ impl DeviceMemory {
     }
 
     fn no_region(&self, placement: &Placement) -> MemoryError {
-        let names: Vec<&str> = self.regions().map(|r| &*r.name).collect();
-        MemoryError::NoRegion { placement: placement.clone(), regions: names.join(", ") }
+        let names: BTreeSet<&str> =
+            self.regions().flat_map(|r| [&*r.name, &*r.group]).filter(|name| !name.is_empty()).collect();
+        MemoryError::NoRegion { placement: placement.clone(), regions: Vec::from_iter(names).join(", ") }
     }
 }
 
@@ -832,8 +837,10 @@ mod tests {
         assert!("".parse::<Placement>().is_err() && "-half".parse::<Placement>().is_err());
         for missing in ["nvm", "nvm-half"] {
             let error = memory().allocate(1, &missing.parse().unwrap()).unwrap_err().to_string();
-            assert_eq!(error, format!("the device has no {missing} memory, only ddr, hbm0, hbm1"));
+            assert_eq!(error, format!("the device has no {missing} memory, only ddr, hbm, hbm0, hbm1"));
         }
-        assert!(matches!(DeviceMemory::new(&[]).reserve(1), Err(MemoryError::NoRegion { .. })));
+        let none = DeviceMemory::new(&[]).reserve(1).unwrap_err();
+        assert!(matches!(none, MemoryError::NoRegion { .. }));
+        assert_eq!(none.to_string(), "the device has no memory");
     }
 }

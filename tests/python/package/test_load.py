@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -82,6 +83,13 @@ def test_a_real_model_is_that_of_safetensors_numpy(minilm):
     assert theirs.keys() == ours.keys() and len(ours) > 100
     for name, array in theirs.items():
         assert ours[name].dtype == array.dtype and np.array_equal(ours[name], array), name
+
+
+def test_without_numpy_it_is_said_what_to_install(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install numpy"):
+        dmalane.load_file(model)
+    assert dmalane.load_file(model, framework="bytes")
 
 
 def test_ml_dtypes_are_used_where_they_are(model):

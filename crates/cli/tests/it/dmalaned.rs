@@ -78,6 +78,10 @@ fn every_help_has_an_example_and_the_exit_status() {
 #[test]
 fn mistakes_are_told() {
     let nowhere = "/nonexistent/place/socket";
+    let folder = tempfile::tempdir().unwrap();
+    let left = folder.path().join("left");
+    drop(std::os::unix::net::UnixListener::bind(&left).unwrap());
+    let left = left.to_str().unwrap();
     for (args, status, said) in [
         (&["--mode", "999"][..], 2, "octal"),
         (&["--client-queues", "17"], 2, "is not in 1..=16"),
@@ -85,6 +89,7 @@ fn mistakes_are_told() {
         (&["--ddr", "1GiB", "--client-ddr", "2GiB"], 2, "DDR of a client"),
         (&["--socket", nowhere], 1, "hint: mkdir -p /nonexistent/place"),
         (&["status", "--socket", nowhere], 1, "is dmalaned running"),
+        (&["status", "--socket", left], 1, "nobody listens there"),
         (&["no-such-command"], 2, "no-such-command"),
     ] {
         let output = run(args);
@@ -240,7 +245,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let output = dmalane(&["load", "-q", "--sample", "1MiB", "-d", &format!("{device},ddr=128MiB")]);
     assert!(text(&output.stderr).contains("a client may have 67108864"), "{}", text(&output.stderr));
     assert!(
-        text(&output.stderr).contains("hint: -d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less"),
+        text(&output.stderr).contains("-d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less"),
         "{}",
         text(&output.stderr)
     );

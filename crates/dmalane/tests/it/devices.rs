@@ -175,7 +175,7 @@ fn striped_buffers_need_an_mmu() {
     let error = load(true, "hbm").unwrap_err();
     assert!(error.contains("its memory must be contiguous"), "{error}");
     let error = load(true, "nvm").unwrap_err();
-    assert!(error.contains("no nvm memory, only ddr, hbm0, hbm1"), "{error}");
+    assert!(error.contains("no nvm memory, only ddr, hbm, hbm0, hbm1"), "{error}");
 }
 
 #[test]
