@@ -36,7 +36,9 @@ _TORCH = {
 def _numpy() -> Callable[[Tensor], Any]:
     try:
         import numpy
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
         why = "arrays need NumPy: pip install numpy ml_dtypes, or framework=\"bytes\" for tensors without it"
         raise ModuleNotFoundError(why, name="numpy") from error
 

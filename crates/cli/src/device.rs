@@ -14,8 +14,9 @@ use dmalane::devices::soft::SoftSpec;
 use dmalane::devices::{Ability, KINDS};
 use dmalane::file::{FileDeviceError, HoldsData};
 use dmalane::vfio::Bdf;
-use dmalane::vfio_user;
+use dmalane::vfio_user::{self, Command};
 use dmalane::{BadDeviceSpec, DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, error_chain, load};
+use rustix::io::Errno;
 
 use crate::failure::Failure;
 use crate::named::Named;
@@ -105,7 +106,7 @@ fn hint(spec: &DeviceSpec, source: &(dyn Error + 'static)) -> Option<String> {
             ErrorKind::PermissionDenied => "this user may not open the socket",
             _ => "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time",
         },
-        (Some(PciCardError::VfioUser(vfio_user::Error::Unanswered { .. })), ..) => {
+        (Some(PciCardError::VfioUser(vfio_user::Error::Unanswered { command: Command::Version, .. })), ..) => {
             "it may have another client: `dmalane card serve` serves one at a time"
         }
         (Some(PciCardError::NotACard { .. }), ..) => "`dmalane devices` lists what is bound to vfio-pci",
@@ -113,6 +114,7 @@ fn hint(spec: &DeviceSpec, source: &(dyn Error + 'static)) -> Option<String> {
             "`dmalaned status` says who has what; -d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less; dmalaned gives \
              more with --clients, --client-ddr and --client-hbm"
         }
+        (_, Some(ClientError::Connect { source: Errno::ACCESS, .. }), _) => return None,
         (_, Some(ClientError::Connect { .. }), _) => {
             "`dmalaned --socket SOCKET` shares a card at that socket, and `-d daemon:SOCKET` names it"
         }

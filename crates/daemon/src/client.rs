@@ -42,8 +42,9 @@ pub enum ClientError {
     /// The socket cannot be opened, or no daemon listens on it.
     #[error("cannot connect to {}{}", path.display(), match *source {
         Errno::ACCESS => ": this user may not open it",
-        Errno::CONNREFUSED => ": nobody listens there (any more)",
-        _ => " (is dmalaned running?)",
+        Errno::CONNREFUSED => ": nobody listens there",
+        Errno::NOENT => " (is dmalaned running?)",
+        _ => "",
     })]
     Connect {
         /// The daemon's socket.

@@ -1,4 +1,4 @@
-//! A card shared between processes: the daemon that serves it, with its client.
+//! A software card shared between processes: the daemon that serves it, with its client.
 //!
 //! A [`Server`] gives each [`Client`] a function of its card: registers, queues, an MMU, card memory and an IOMMU
 //! domain of its own. A client implements [`dmalane_dma::Mmio`], so the driver of the card ([`dmalane_card::Card`])

@@ -4,7 +4,7 @@
 //! each round a user may spend a quantum. A step costs the bytes that the card says it did, or the time that it took
 //! where that is more. Overspend is carried into the next rounds, also of users who have nothing to do then. Other work
 //! for a user, such as mapping memory, is charged to the user's rounds. The clients of a user share its rounds by
-//! bytes: the one that has had least is next.
+//! bytes: the one that has had least is next, and the user pays for the time until that one has its processor.
 //!
 //! The queues of a user with few operations in flight are empty until its client has seen that these ended. Rounds take
 //! no time then, and would pay at once whatever the others owe, so that these fill each gap, and the client has to wait
@@ -622,6 +622,21 @@ mod tests {
         }
         let all = game.now - 10 * GAP;
         assert!(own * 100 > all * 45, "{own} of {all} ns");
+    }
+
+    #[test]
+    fn who_is_woken_late_pays_little_and_nothing_after_another_user() {
+        // The first user's turn passes to its other client, or to the second user.
+        for (next, cost) in [(1, cost_of(MAX_PASS)), (2, 0)] {
+            let mut game = Game::of(&[1, 1, 2]);
+            game.want(&[0, next]);
+            game.turns.rest(0, game.now, true);
+            assert_eq!(game.turns.holder(), Some(next));
+            let before = game.deficit(next);
+            game.now += 1000 * US;
+            game.want(&[next]);
+            assert_eq!(before - game.deficit(next), cost);
+        }
     }
 
     /// Clients whose processes end in their turns, again and again.

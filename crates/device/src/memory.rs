@@ -1,7 +1,6 @@
 //! The memory of a device: which part of it is free.
 
 use std::borrow::Cow;
-use std::collections::BTreeSet;
 use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
@@ -493,9 +492,13 @@ impl DeviceMemory {
     }
 
     fn no_region(&self, placement: &Placement) -> MemoryError {
-        let names: BTreeSet<&str> =
-            self.regions().flat_map(|r| [&*r.name, &*r.group]).filter(|name| !name.is_empty()).collect();
-        MemoryError::NoRegion { placement: placement.clone(), regions: Vec::from_iter(names).join(", ") }
+        let mut names: Vec<&str> = Vec::new();
+        for name in self.regions().flat_map(|r| [&*r.group, &*r.name]) {
+            if !name.is_empty() && !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        MemoryError::NoRegion { placement: placement.clone(), regions: names.join(", ") }
     }
 }
 

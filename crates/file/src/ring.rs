@@ -452,11 +452,14 @@ mod tests {
 
     #[test]
     fn a_signal_ends_a_wait_and_no_more() {
-        extern "C" fn heard(_signal: libc::c_int) {}
+        static HEARD: AtomicU64 = AtomicU64::new(0);
+        extern "C" fn heard(_signal: libc::c_int) {
+            HEARD.fetch_add(1, Ordering::Relaxed);
+        }
         let heap = AnonHeap::new();
         let Some((mut ring, open)) = stuck(&heap) else { return };
         let handler = heard as extern "C" fn(libc::c_int);
-        // SAFETY: all zeros are such a value; the handler does nothing, and no other code here uses this signal.
+        // SAFETY: all zeros are such a value; the handler only counts, and no other code here uses this signal.
         let set = unsafe {
             let action = libc::sigaction { sa_sigaction: handler as usize, ..std::mem::zeroed() };
             libc::sigaction(libc::SIGUSR2, &raw const action, std::ptr::null_mut())
@@ -478,6 +481,7 @@ mod tests {
             waited
         });
         assert!(waited.is_ok() && !ring.is_dead(), "{waited:?}");
+        assert!(HEARD.load(Ordering::Relaxed) > 0);
         std::io::Write::write_all(&mut &open, b"late").unwrap();
         let ended = loop {
             ring.enter(Some(Duration::from_secs(60))).unwrap();

@@ -256,7 +256,7 @@ fn neighbour(path: &Path) -> ! {
     }
 }
 
-/// The same over all connections, each for a millisecond.
+/// The same over all connections, of which four copy at a time, for a millisecond.
 fn crowd(path: &Path) -> ! {
     operating(path, MIB, 4, |copy| copy)
 }

@@ -14,8 +14,7 @@ pub enum KeepError {
     /// No keeper answers.
     #[error("no keeper answers at {} ({})", path.display(), match source.kind() {
         std::io::ErrorKind::PermissionDenied => "does its --mode let this user connect?",
-        _ => "dmalaned keep starts one: a program of releases and packages, and in a clone of `cargo install --path \
-              crates/cli`",
+        _ => "dmalaned keep starts one: a program that comes with dmalane's, not with the Python package",
     })]
     NoKeeper {
         /// Its socket.

@@ -1,4 +1,4 @@
-//! The dmalaned command line: a daemon that shares a card between processes.
+//! The dmalaned command line: a daemon that shares a software card between processes.
 
 mod keep;
 mod serve;
@@ -26,7 +26,7 @@ Exit status:
   1  the daemon could not run; `status`: no daemon is listening
   2  usage error";
 
-/// Shares a card between processes.
+/// Shares a software card between processes.
 ///
 /// Each client gets a function of the card: registers, queues, an MMU, memory and an IOMMU domain of its own. No
 /// payload passes through the daemon's socket. When a client exits or crashes, the daemon stops its queues and
