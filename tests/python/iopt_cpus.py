@@ -336,9 +336,20 @@ class Riscv(Program):
         mprv, mpp, kernel, user_too, executable_too = 1 << 17, 3 << 11, 1 << 11, 1 << 18, 1 << 19
         self.words, self.asked = [registers["satp"], mprv, mpp, mprv | kernel | user_too | executable_too], None
 
+    def wait_until_idle(self):
+        """The program says that it is done before the state of which the monitor is asked: there it could not."""
+        end = time.monotonic() + TIMEOUT
+        while True:
+            says = self.command("human-monitor-command", **{"command-line": "info registers"})
+            (status,) = [int(line.split()[1], 16) for line in says.splitlines() if line.split()[:1] == ["mstatus"]]
+            if status & self.words[3] == self.words[3]:
+                return
+            assert time.monotonic() < end, "the program does not end"
+
     def translate(self, letter, addresses):
         if self.asked is not addresses:
             causes = np.frombuffer(self.run(self.words, addresses, 4), np.uint8).reshape(-1, 4)
+            self.wait_until_idle()
             asked = [("human-monitor-command", {"command-line": f"gva2gpa {at:#x}"}) for at in addresses.tolist()]
             says = [answer.split() for answer in self.commands(*asked)]
             to = [int(words[1], 16) if words[0] == "gpa:" else 0 for words in says]
