@@ -183,7 +183,7 @@ fn a_request_to_cancel_ends_with_the_channel() {
     }
 }
 
-/// What the steps of a new card cost that does this, with its memory present or not.
+/// The cost of the steps of a new card that does this, with its memory present or not.
 fn costs(is_present: bool, tasks: &[Task]) -> Vec<u64> {
     let host = SoftHost::new(HostConfig::default()).unwrap();
     let memory = CardMemory::new(8 * MIB, 8 * MIB).unwrap();

@@ -60,7 +60,7 @@ struct Physical {
     core: File,
     /// Where the file has which addresses.
     ram: Vec<(Range<u64>, u64)>,
-    /// What was read.
+    /// Pages that were read; `None` for those that are not there.
     pages: RefCell<HashMap<u64, Option<[u8; 4096]>>>,
 }
 
@@ -160,7 +160,7 @@ fn acpi_unit(table: &str, types: &[u8]) -> Option<u64> {
     panic!("an ACPI table of {} bytes without an IOMMU", table.len());
 }
 
-/// What the tables map, and the bytes mapped by leaves of each size.
+/// The runs that the tables map, and the bytes mapped by leaves of each size.
 #[derive(Debug)]
 struct Found {
     format: FormatId,
@@ -238,7 +238,7 @@ impl Memory {
     }
 }
 
-/// What was mapped, with the places that the tables should have.
+/// Mappings, with the places that the tables should have.
 struct Mapped {
     container: VfioContainer,
     mappings: Vec<(Mapping, Vec<Extent>)>,
