@@ -212,27 +212,32 @@ class OnOther:
     counted, by whether they come from memory that was pinned. On ROCm it is called "cuda"."""
 
     def __init__(self, torch, monkeypatch, kind="xpu"):
-        self.torch, self.pinned, self.bytes, self.kind = torch, [], {True: 0, False: 0}, kind
+        self.torch, self.bytes, self.kind = torch, {True: 0, False: 0}, kind
+        self.pinned, self.there = [], []
         monkeypatch.setattr(torch.version, "hip", "7.2" if kind == "cuda" else None)
         monkeypatch.setitem(__import__("sys").modules, "torch", torch)
         empty, copy, to = torch.empty, torch.Tensor.copy_, torch.Tensor.to
-        there = []
+        # Where they lie, in order: the first and the end of each.
+        there, pinned = [], []
 
         def on_other(shape, *, dtype, device=None, pin_memory=False):
             tensor = empty(shape, dtype=dtype)
-            if pin_memory:
-                self.pinned.append(tensor)
-            elif device is not None and torch.device(device).type == kind:
-                there.append(tensor)
+            is_there = device is not None and torch.device(device).type == kind
+            if pin_memory or is_there:
+                # Kept, so that no other one gets its place.
+                (self.pinned if pin_memory else self.there).append(tensor)
+                at = tensor.data_ptr()
+                insort(pinned if pin_memory else there, (at, at + tensor.nbytes))
             return tensor
 
-        def within(tensors, tensor):
+        def within(places, tensor):
             at = tensor.data_ptr()
-            return any(one.data_ptr() <= at < one.data_ptr() + one.nbytes for one in tensors)
+            found = bisect(places, (at, math.inf))
+            return found > 0 and at < places[found - 1][1]
 
         def noted(target, source, non_blocking=False):
             if within(there, target) and not within(there, source):
-                self.bytes[within(self.pinned, source)] += source.nbytes
+                self.bytes[within(pinned, source)] += source.nbytes
             return copy(target, source)
 
         def moved(tensor, device):

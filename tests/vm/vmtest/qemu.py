@@ -7,6 +7,8 @@ import time
 
 from .settings import Failed
 
+# Variables of tests, for guests too: the kernel gives its first process what it does not know itself.
+PASSED_ON = " ".join(f"{name}={os.environ[name]}" for name in ["DMALANE_ROUNDS"] if name in os.environ)
 # Where the tests' devices and disk are; see the protocol in report.py for the second serial port.
 CONSOLE = "console.log"
 TESTS = "tests.log"
@@ -37,7 +39,7 @@ def x86(image, work, devices, memory="4G", iommu=INTEL):
         "qemu-system-x86_64", "-M", "q35,kernel-irqchip=split", "-accel", "tcg", *CPU, "-smp", "1", "-m", memory,
         *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}", "-serial", f"file:{work}/{TESTS}",
         "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
-        "-append", f"console=ttyS0 quiet panic=-1 intel_iommu=on iomem=relaxed {HUGE_1G} {HUGE_2M}",
+        "-append", f"console=ttyS0 quiet panic=-1 intel_iommu=on iomem=relaxed {HUGE_1G} {HUGE_2M} {PASSED_ON}",
         "-device", iommu, *devices,
     ]  # fmt: skip
 
@@ -49,7 +51,7 @@ def arm64(image, work, devices):
         *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}",
         "-chardev", f"file,id=tests,path={work}/{TESTS}", "-device", "pci-serial,chardev=tests",
         "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
-        "-append", f"console=ttyAMA0 quiet panic=-1 tests=ttyS0 {HUGE_1G} {HUGE_2M}", *devices,
+        "-append", f"console=ttyAMA0 quiet panic=-1 tests=ttyS0 {HUGE_1G} {HUGE_2M} {PASSED_ON}", *devices,
     ]  # fmt: skip
 
 

@@ -613,8 +613,9 @@ impl Copies {
 fn measured(daemon: &Daemon) -> [Copies; 3] {
     [(MIB, 4), (MIB, 16), (4096, 1)].map(|(len, parts)| {
         let copies = Copies::new(patient(daemon), len, parts, |copy| copy);
-        let bytes: Vec<u8> = (0..len * parts).map(|i| (i % 251) as u8 + 1).collect();
-        rustix::io::pwrite(&copies.memory, &bytes, 0).unwrap();
+        let period: Vec<u8> = (1..=251).collect();
+        let bytes = period.repeat(len * parts / period.len() + 1);
+        rustix::io::pwrite(&copies.memory, &bytes[..len * parts], 0).unwrap();
         copies
     })
 }

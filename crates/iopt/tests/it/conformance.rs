@@ -712,7 +712,7 @@ pub(crate) fn check<V: Debug + 'static>(
 
 /// Fewer cases where a table, and so a case, is larger.
 fn cases<F: Format>() -> u32 {
-    more((10 * 512 / sizes::<F>().entries as u32).clamp(3, 10))
+    more((6 * 512 / sizes::<F>().entries as u32).clamp(2, 6))
 }
 
 /// `DMALANE_CASES` times as many: scripts/nightly sets it.
