@@ -212,12 +212,7 @@ fn again_with_room<T>(open: impl Fn() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-impl std::fmt::Debug for FileHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let open = lock(&self.0.open).is_some();
-        f.debug_struct("FileHandle").field("path", &self.path()).field("open", &open).finish()
-    }
-}
+dmalane_dma::debug_as!(FileHandle, |it| "FileHandle({}, open: {})", it.path().display(), lock(&it.0.open).is_some());
 
 /// Opens the same file again, whatever has its path by now; where no `/proc` is mounted, by its path, if that is still
 /// the file.

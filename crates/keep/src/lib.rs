@@ -35,5 +35,5 @@ mod store;
 
 pub use config::KeeperConfig;
 pub use dmalane_daemon::Listener;
-pub use keeper::{Keeper, KeeperError};
+pub use keeper::Keeper;
 pub use store::{Holder, Store, hold, inherited};
