@@ -18,7 +18,6 @@ pub mod container;
 
 mod device;
 mod difference;
-mod direct;
 mod engine;
 mod error;
 pub mod fill;

@@ -261,5 +261,8 @@ impl Queue for FileDeviceQueue {
 }
 
 dmalane_dma::debug_as!(
-    FileDeviceQueue, |it| "FileDeviceQueue({}, {} in flight)", it.device.paths.h2c.display(), it.ops.len()
+    FileDeviceQueue,
+    |it| "FileDeviceQueue({}, {} in flight)",
+    it.device.paths.h2c.display(),
+    it.ops.len()
 );
