@@ -53,11 +53,11 @@ pub use input::{Input, open_file, open_inputs};
 pub use layout::{BadAlign, Layout, Place, TensorAlign, TensorRun, VaRange};
 pub use manifest::{Manifest, ManifestFile, ManifestRegion};
 pub use model::{
-    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads,
+    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads, Select,
     TensorStream, model_heap,
 };
 pub use near::{nearest, with_near_path};
-pub use open_file::{OpenFile, Select};
+pub use open_file::OpenFile;
 pub use parallel::in_parallel;
 pub use plain::plain_json;
 pub use read::{AllocRead, Read, ReadFiles, ReadMethod, ReadOptions, alloc_and_read};

@@ -183,7 +183,7 @@ impl Read {
             job.buffers.push(len);
         }
         bar.set_length(job.bytes());
-        let read = dmalane::Read::sources(sources.iter().map(OpenFile::again).collect())
+        let read = dmalane::Read::sources(sources.to_vec())
             .job(job)
             .options(self.options())
             .manifest(manifest)

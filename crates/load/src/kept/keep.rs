@@ -272,7 +272,7 @@ fn open(paths: &[PathBuf]) -> Result<Vec<OpenFile>, Error> {
 /// Refuses what is no model.
 fn check_model(files: &[OpenFile]) -> Result<(), Error> {
     let options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
-    HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), options).map(drop)
+    HostModel::of_files(files.to_vec(), options).map(drop)
 }
 
 fn bytes_of(files: &[OpenFile]) -> u64 {
@@ -377,7 +377,7 @@ fn into_memory(
 ) -> Result<Memory, Error> {
     let mut options = ReadOptions { mode, ..ReadOptions::default() };
     options.fill.hash_regions = Some(Arc::new(regions));
-    let sources = files.iter().map(OpenFile::again).collect();
+    let sources = files.to_vec();
     let read = Read::sources(sources).options(options).watch(watch).into_memory(&MemfdHeap::importable(None))?;
     let took = KeptTimes::of(&read.filled.report.stages);
     manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
@@ -404,7 +404,7 @@ fn onto_device(
             return Err(KeepError::Bad { what: file.path.display().to_string(), why }.into());
         }
     }
-    let mut inputs = open_inputs(files.iter().map(OpenFile::again).collect(), FileOptions::for_mode(mode))?;
+    let mut inputs = open_inputs(files.to_vec(), FileOptions::for_mode(mode))?;
     let stop = Arc::new(AtomicBool::new(false));
     let mut progress = |len| {
         if watch(Event::Arrived { buffer: 0, offset: 0, len }).is_break() {
