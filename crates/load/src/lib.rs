@@ -46,7 +46,7 @@ mod timeline;
 pub use blob::{hash_in_name, verify_names};
 pub use container::{CONTAINERS, Container, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
-pub use difference::{Difference, RegionKind};
+pub use difference::{Difference, Problem, RegionKind};
 pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, open_file, open_inputs};
