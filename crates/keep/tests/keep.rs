@@ -65,7 +65,7 @@ impl Served {
 
     fn keep(&self, path: &Path, more: KeepOptions) -> Result<KeptModel, Error> {
         let options = KeepOptions { socket: Some(self.socket()), ..more };
-        kept::keep([path], &options, |_| ControlFlow::Continue(())).map(|(model, _)| model)
+        kept::keep(None, [path], &options, |_| ControlFlow::Continue(())).map(|(model, _)| model)
     }
 
     fn names(&self) -> Vec<String> {

@@ -10,7 +10,7 @@ use dlpark::python::{ExportRequest, export_dlpack};
 use dmalane::addr::{Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
 use dmalane::dma::{CopyHint, Heap, VolatileSlice};
-use dmalane::load::kept::{KeepOptions, KeeperClient, attach_on, attach_or_keep_on, socket_path};
+use dmalane::load::kept::{KeepOptions, KeeperClient, attach_or_keep_on, socket_path};
 use dmalane::load::{BadAlign, Error, Loaded, LoadedFile, OpenDevice, TensorAlign, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement, error_chain};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
@@ -221,10 +221,7 @@ impl Device {
         let loaded = interrupt::run(py, u64::MAX, None, |progress| -> Result<_, Failure> {
             let watch = |event| progress.watch(&event);
             let device = &mut *lock(&self.device)?;
-            Ok(match keep {
-                true => Some(attach_or_keep_on(device, &paths, &options, watch)?),
-                false => attach_on(device, &paths, &options)?,
-            })
+            Ok(attach_or_keep_on(device, &paths, &options, keep, watch)?)
         })?;
         loaded?.map(|loaded| self.tensors(py, loaded)).transpose()
     }
