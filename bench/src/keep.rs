@@ -188,7 +188,7 @@ pub fn run(options: &Options) -> Result<Report> {
     for mib in &options.sizes {
         write(&path(*mib), mib << 20)?;
         let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
-        kept::keep([path(*mib)], &options, |_| ControlFlow::Continue(()))?;
+        kept::keep(None, [path(*mib)], &options, |_| ControlFlow::Continue(()))?;
     }
     let loaded = options.sizes.iter().copied().find(|mib| *mib >= 1024);
     let mut samples: Vec<Vec<f64>> = vec![Vec::new(); options.sizes.len()];

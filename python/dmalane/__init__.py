@@ -13,7 +13,7 @@ from ._frameworks import device_name
 from ._last import last_report
 from ._lend import Prefetch, Slice, safe_open
 from ._load import alloc_and_read, attach, load, load_file, load_into
-from ._native import Buffer, Device, DeviceTensor, Registration, Tensor, __version__
+from ._native import Buffer, Device, DeviceTensor, Tensor, __version__
 from ._save import manifest, save_file, verify
 from .errors import *  # noqa: F403
 
@@ -29,7 +29,6 @@ __all__ = [
     "Device",
     "DeviceTensor",
     "Prefetch",
-    "Registration",
     "Slice",
     "Tensor",
     "__version__",

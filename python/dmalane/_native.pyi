@@ -134,12 +134,10 @@ class Device:
         """Loads files; returns their tensors, at multiples of `align` bytes at least, and the report."""
     def alloc(self, size: int) -> int:
         """Takes device memory until the device is closed; returns its address."""
-    def write(self, address: int, data: bytes | Tensor | Buffer) -> None: ...
+    def write(self, address: int, data: bytes | memoryview | Tensor | Buffer) -> None: ...
     def read(self, address: int, size: int) -> bytes: ...
     def copy(self, source: int, to: int, size: int) -> None:
         """Copies within the device; the ranges do not overlap."""
-    def register(self, memory: Tensor | Buffer, *, writable: bool = False) -> Registration:
-        """Makes the pages of host memory reachable for the device."""
 
 @final
 class DeviceTensor:
@@ -172,22 +170,6 @@ class DeviceTensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         """(2, N) on `cuda:N`; BufferError for devices whose addresses are no pointers of CUDA."""
 
-@final
-class Registration:
-    """Host memory that a device reaches, until it is unregistered or this object dies."""
-
-    @property
-    def iova(self) -> int:
-        """The address by which the device reaches the first byte."""
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def segments(self) -> int:
-        """Physically contiguous segments, where the registrar knows them."""
-    def unregister(self) -> None: ...
-    def __enter__(self) -> Registration: ...
-    def __exit__(self, *exception: object) -> None: ...
-
 def remade_tensor(name: str, dtype: str, shape: Sequence[int], data: bytes) -> Tensor: ...
 def alloc_and_read(path: str, start: int, stop: int | None, direct: bool | None) -> tuple[Buffer, dict[str, Any]]: ...
 def save_file(
@@ -195,7 +177,7 @@ def save_file(
     tensors: Sequence[tuple[str, str, Sequence[int], memoryview]],
     metadata: dict[str, str] | None,
     overwrite: bool,
-) -> tuple[int, bool]: ...
+) -> int: ...
 def manifest(paths: Sequence[str | os.PathLike[str]], sha256: bool) -> str:
     """The JSON of a manifest."""
 

@@ -20,13 +20,12 @@ def save_file(
 ) -> dict[str, Any]:
     """Writes a safetensors file of arrays, tensors of PyTorch or `Tensor`s, byte for byte as `safetensors` writes it.
 
-    It appears whole or not at all, in place of the file if there is one, unless `overwrite` is False. Blocks go past
-    the page cache where the file system allows. Returns its `bytes`, and whether they went past the cache (`direct`).
+    It appears whole or not at all, in place of the file if there is one, unless `overwrite` is False. Returns its
+    `bytes`.
     """
     described = [(name, *describe(name, value), raw_bytes(value)) for name, value in tensors.items()]
     texts = None if metadata is None else dict(metadata)
-    size, direct = _native.save_file(path_of(filename), described, texts, overwrite)
-    return {"bytes": size, "direct": direct}
+    return {"bytes": _native.save_file(path_of(filename), described, texts, overwrite)}
 
 
 def manifest(filename: Paths, *, sha256: bool = False) -> dict[str, Any]:

@@ -108,9 +108,9 @@ fn a_program_in_c_attaches_to_what_is_kept() {
     let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
     let watch = |_| ControlFlow::Continue(());
     let mut device = dmalane::open(&format!("cuda:0,lib={}", fake.path())).unwrap();
-    kept::keep_on(&mut device, [&path], &options, watch).unwrap();
+    kept::keep(Some(&mut device), [&path], &options, watch).unwrap();
     drop(device);
-    kept::keep([&path], &options, watch).unwrap();
+    kept::keep(None, [&path], &options, watch).unwrap();
     let ran = Command::new(&program).env("DMALANE_KEEP", socket).env("DMALANE_CUDA_LIB", fake.path()).output().unwrap();
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
     drop(stop);

@@ -24,7 +24,7 @@ pub struct CardDevice<B: Mmio> {
 }
 
 /// How a card is driven.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CardUse {
     /// Its name, for people.
     pub name: String,

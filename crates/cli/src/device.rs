@@ -109,7 +109,9 @@ fn hint(spec: &DeviceSpec, source: &(dyn Error + 'static)) -> Option<String> {
         (Some(PciCardError::VfioUser(vfio_user::Error::Unanswered { command: Command::Version, .. })), ..) => {
             "it may have another client: `dmalane card serve` serves one at a time"
         }
-        (Some(PciCardError::NotACard { .. }), ..) => "`dmalane devices` lists what is bound to vfio-pci",
+        (Some(PciCardError::NotACard { .. }), ..) if spec.kind().has(Ability::NeedsDriver) => {
+            "`dmalane devices` lists what is bound to vfio-pci"
+        }
         (_, Some(ClientError::Refused { code: Code::Quota, .. }), _) => {
             "`dmalaned status` says who has what; -d daemon:SOCKET,ddr=SIZE,hbm=SIZE asks for less; dmalaned gives \
              more with --clients, --client-ddr and --client-hbm"
@@ -127,8 +129,8 @@ fn hint(spec: &DeviceSpec, source: &(dyn Error + 'static)) -> Option<String> {
             return Some(format!(
                 "the card reserves address space for all of its memory (ulimit -v): make it smaller with -d \
                  soft,ddr=SIZE,hbm=SIZE, now {} and {}",
-                binary(card.ddr),
-                binary(card.hbm)
+                binary(card.config.ddr),
+                binary(card.config.hbm)
             ));
         }
     };

@@ -3,12 +3,13 @@
 use std::fs::{File, FileType, Metadata};
 use std::io::{self, BufRead, BufReader, IsTerminal, Read};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use dmalane::file::open_at_once;
 use dmalane::load::with_near_path;
-use rustix::fs::{OFlags, makedev};
+use rustix::fs::makedev;
 
 use crate::failure::Failure;
 use crate::size::{binary, duration};
@@ -79,7 +80,7 @@ impl SourceFile {
         let stdin = is_stdin(path);
         let opened = match stdin {
             true => io::stdin().as_fd().try_clone_to_owned().map(File::from),
-            false => open(path),
+            false => open_at_once(path),
         };
         let file = opened
             .map_err(|e| with_near_path(path, e))
@@ -173,14 +174,6 @@ impl SourceFile {
 
 fn nobody_writes(path: &Path) -> Failure {
     Failure::new(format!("{} is a pipe that nobody writes to", path.display()))
-}
-
-/// Opens a file by name, at once: a pipe without a writer is at its end instead of waiting for one.
-fn open(path: &Path) -> io::Result<File> {
-    let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
-    // Reads wait all the same: a writer that is there may be slow, and io_uring would give up.
-    rustix::fs::fcntl_setfl(&file, OFlags::empty())?;
-    Ok(file)
 }
 
 /// True for pipes, sockets and character devices, which have no offsets.

@@ -18,9 +18,7 @@ use dmalane_dma::{
     check_peer, lock, trusted_users,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::{Errno, retry_on_intr};
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::io::Errno;
 use thiserror::Error;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U64;
@@ -154,16 +152,12 @@ impl Transport {
     fn connect(options: ClientOptions) -> Result<(Self, HelloAnswer), ClientError> {
         let path = || options.path.clone();
         let failed = |source| ClientError::Connect { path: path(), source };
-        let address = SocketAddrUnix::new(&options.path).map_err(failed)?;
-        let kind = SocketType::SEQPACKET;
-        let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(failed)?;
-        // Connecting to a daemon that never accepts must time out too. (0 would wait for ever.)
-        let most = Some(options.timeout.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
-        set_socket_timeout(&socket, Timeout::Send, most).map_err(failed)?;
-        match retry_on_intr(|| rustix::net::connect(&socket, &address)) {
+        // 0 would wait for ever.
+        let most = options.timeout.clamp(Duration::from_millis(1), Duration::from_secs(86400));
+        let socket = match mem::connect_seqpacket(&options.path, None, Some(most)) {
             Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: path(), after: options.timeout }),
             other => other.map_err(failed)?,
-        }
+        };
         check_peer(&socket, &options.server_uids)
             .map_err(|source| ClientError::WrongServer { path: path(), source })?;
         let transport = Self { options, socket, next: Mutex::new(1), gone: AtomicBool::new(false) };

@@ -56,6 +56,6 @@ pub use processor::CopyHint;
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, memory_limit, room, room_at};
 pub use slice::BufferSlice;
-pub use socket::{ReceivedBytes, SocketFile, receive_with_fds, send_with_fds};
+pub use socket::{ReceivedBytes, SocketFile, connect_seqpacket, receive_with_fds, send_with_fds};
 pub use sys::{DriverMemory, FileMapping, RawMemory};
 pub use volatile::{VolatileSlice, aligned_words, stream_fence};

@@ -4,13 +4,30 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{FileType, Mode, OFlags, Stat, fstat, lstat, unlink};
 use rustix::io::{Errno, retry_on_intr};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
 };
+
+/// A connection to the SEQPACKET socket at a path, with a timeout for each message that is received and one for each
+/// that is sent; to be accepted takes no longer than that, either. `None` is for ever.
+///
+/// # Errors
+/// The kernel's: `EAGAIN` where nobody accepts in time.
+pub fn connect_seqpacket(path: &Path, receive: Option<Duration>, send: Option<Duration>) -> Result<OwnedFd, Errno> {
+    let address = SocketAddrUnix::new(path)?;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    for (timeout, most) in [(Timeout::Recv, receive), (Timeout::Send, send)] {
+        set_socket_timeout(&socket, timeout, most)?;
+    }
+    retry_on_intr(|| rustix::net::connect(&socket, &address))?;
+    Ok(socket)
+}
 
 /// The file of a socket, which is removed on drop, unless another one has taken its path.
 #[derive(Debug)]

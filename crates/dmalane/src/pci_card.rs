@@ -1,6 +1,6 @@
 //! The card as a PCI device: bound to vfio-pci, or served by another process.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use dmalane_vfio::{Bdf, VfioBus, VfioContainer};
 use dmalane_vfio_user::UserBus;
@@ -18,20 +18,12 @@ pub enum PciCardError {
     /// The device cannot be opened over vfio-user.
     #[error(transparent)]
     VfioUser(#[from] dmalane_vfio_user::Error),
-    /// The PCI function is another device.
-    #[error("{bdf} is not a dmalane card (PCI ID {}): {}", id(CARD_PCI_ID), id(*found))]
+    /// It is another device.
+    #[error("{device} is not a dmalane card (PCI ID {}): {}", id(CARD_PCI_ID), id(*found))]
     NotACard {
-        /// The function.
-        bdf: Bdf,
+        /// The function, or the socket of the process that serves it.
+        device: String,
         /// Its vendor and device number.
-        found: (u16, u16),
-    },
-    /// The process serves another device.
-    #[error("the device behind {} is not a dmalane card (PCI ID {}): {}", path.display(), id(CARD_PCI_ID), id(*found))]
-    NotAServedCard {
-        /// The socket.
-        path: PathBuf,
-        /// Vendor and device number of the device.
         found: (u16, u16),
     },
 }
@@ -45,19 +37,19 @@ pub fn open_pci_card(bdf: &Bdf) -> Result<VfioBus, PciCardError> {
     let device = VfioContainer::new().open(bdf)?;
     match device.id()? {
         CARD_PCI_ID => Ok(VfioBus::new(device)?),
-        found => Err(PciCardError::NotACard { bdf: *bdf, found }),
+        found => Err(PciCardError::NotACard { device: bdf.to_string(), found }),
     }
 }
 
 /// Connects to the card that a process of one of these users serves over vfio-user, as `dmalane card serve` does.
 ///
 /// # Errors
-/// Those of [`UserBus::connect`]; [`PciCardError::NotAServedCard`] for another device.
+/// Those of [`UserBus::connect`]; [`PciCardError::NotACard`] for another device.
 pub fn connect_pci_card(socket: &Path, trusted: &[u32]) -> Result<UserBus, PciCardError> {
     let bus = UserBus::connect(socket, trusted)?;
     match bus.id()? {
         CARD_PCI_ID => Ok(bus),
-        found => Err(PciCardError::NotAServedCard { path: socket.to_owned(), found }),
+        found => Err(PciCardError::NotACard { device: format!("the device behind {}", socket.display()), found }),
     }
 }
 
@@ -71,7 +63,7 @@ mod tests {
 
     #[test]
     fn the_message_names_both_ids() {
-        let error = PciCardError::NotACard { bdf: "0000:01:00.0".parse().unwrap(), found: (0x10ee, 0x50b4) };
+        let error = PciCardError::NotACard { device: "0000:01:00.0".to_owned(), found: (0x10ee, 0x50b4) };
         assert_eq!(error.to_string(), "0000:01:00.0 is not a dmalane card (PCI ID 4c44:0001): 10ee:50b4");
     }
 }

@@ -89,13 +89,13 @@ impl FileHandle {
         Ok(handle)
     }
 
-    /// Opens a file by name.
+    /// Opens a file by name, [at once](open_at_once).
     ///
     /// # Errors
     /// The kernel's.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
         let path = path.as_ref();
-        Self::named(again_with_room(|| File::open(path))?, path)
+        Self::named(again_with_room(|| open_at_once(path))?, path)
     }
 
     fn of(file: File, path: PathBuf, was: Option<Identity>, named: bool) -> Self {
@@ -122,9 +122,7 @@ impl FileHandle {
         if let Some(Opened { file, .. }) = &*open {
             return Ok(file.clone());
         }
-        // Before it is opened, too: a pipe that took its place would wait for a writer.
-        self.same(&std::fs::metadata(self.path())?)?;
-        let file = Arc::new(again_with_room(|| File::open(self.path()))?);
+        let file = Arc::new(again_with_room(|| open_at_once(self.path()))?);
         self.same(&file.metadata()?)?;
         *open = Some(Opened { file: file.clone(), direct: None });
         drop(open);
@@ -201,6 +199,18 @@ fn close_down_to(most: usize) {
     }
 }
 
+/// Opens a file for reading, without waiting: a FIFO without a writer is at its end.
+///
+/// # Errors
+/// The kernel's.
+pub fn open_at_once(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let file = rustix::fs::open(path, flags, Permissions::empty())?;
+    // Reads wait all the same: a writer that is there may be slow, and io_uring would give up.
+    rustix::fs::fcntl_setfl(&file, OFlags::empty())?;
+    Ok(file.into())
+}
+
 /// Opens something, and once more with half of the files closed where there are no descriptors left.
 fn again_with_room<T>(open: impl Fn() -> io::Result<T>) -> io::Result<T> {
     match open() {
@@ -212,12 +222,7 @@ fn again_with_room<T>(open: impl Fn() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-impl std::fmt::Debug for FileHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let open = lock(&self.0.open).is_some();
-        f.debug_struct("FileHandle").field("path", &self.path()).field("open", &open).finish()
-    }
-}
+dmalane_dma::debug_as!(FileHandle, |it| "FileHandle({}, open: {})", it.path().display(), lock(&it.0.open).is_some());
 
 /// Opens the same file again, whatever has its path by now; where no `/proc` is mounted, by its path, if that is still
 /// the file.

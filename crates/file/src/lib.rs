@@ -47,7 +47,7 @@ mod workers;
 pub use cache::residency;
 pub use device::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, HoldsData};
 pub use error::{Error, Fallback};
-pub use handle::FileHandle;
+pub use handle::{FileHandle, open_at_once};
 pub use options::{FileOptions, How, Io, Mode};
 pub use queue::{FileQueue, Moved};
 pub use reads::SharedReads;

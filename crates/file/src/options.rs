@@ -69,8 +69,8 @@ impl FileOptions {
 /// How a file is being read, and why not better.
 ///
 /// io_uring is asked for at the first operation and direct I/O may be refused as late as at a read, so this can change
-/// while the queue is used.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// while the queue is used. The default: buffered reads by `pread`, as they were meant to be.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct How {
     /// Aligned reads go past the page cache.
     pub direct: bool,
@@ -80,13 +80,6 @@ pub struct How {
     pub threads: usize,
     /// Why each thing that was asked for was not had; empty when all was well.
     pub reasons: Vec<Fallback>,
-}
-
-impl How {
-    /// Buffered reads by `pread`, as they were meant to be.
-    pub fn plain() -> Self {
-        Self { direct: false, uring: false, threads: 0, reasons: Vec::new() }
-    }
 }
 
 impl fmt::Display for How {

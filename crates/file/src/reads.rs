@@ -40,13 +40,7 @@ pub(crate) struct Reads {
     unreaped: usize,
 }
 
-impl std::fmt::Debug for SharedReads {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let reads = lock(&self.0);
-        let (queues, in_flight) = (reads.ended.len(), reads.ring.as_ref().map_or(0, Ring::busy));
-        f.debug_struct("SharedReads").field("queues", &queues).field("in_flight", &in_flight).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(SharedReads, |it| "SharedReads({} queues)", lock(&it.0).ended.len());
 
 impl Reads {
     /// A number for a queue, which [`Reads::forget`] ends.

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
-use rustix::fs::{AtFlags, Mode as Permissions, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, OFlags, StatxFlags};
 
 use crate::cut::Align;
 use crate::error::errno;
@@ -36,12 +36,8 @@ pub(crate) struct Held {
 impl Source {
     /// Opens a file by name. Never waits for the other end of a FIFO.
     pub fn open(path: &Path, mode: Mode) -> Result<(Self, Option<Fallback>), Error> {
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         let failed = |source| Error::Open { path: path.into(), source };
-        let file: File = rustix::fs::open(path, flags, Permissions::empty()).map_err(|e| failed(e.into()))?.into();
-        // NONBLOCK would make io_uring give up where it should wait.
-        rustix::fs::fcntl_setfl(&file, OFlags::empty()).map_err(|e| failed(e.into()))?;
-        Self::new(FileHandle::named(file, path).map_err(failed)?, mode, false)
+        Self::new(FileHandle::open(path).map_err(failed)?, mode, false)
     }
 
     /// Takes a file that somebody else has opened. It is opened again where its flags would have to be others; where

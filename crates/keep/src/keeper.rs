@@ -16,7 +16,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{RecvFlags, SendFlags, SocketFlags, accept_with};
-use thiserror::Error;
 
 use crate::close::Closers;
 use crate::config::KeeperConfig;
@@ -32,21 +31,6 @@ const MAX_CLOSING: usize = 8192;
 /// How long a connection may ask nothing while others are refused, and one that was promised room, which reads a model.
 const IDLE: Duration = Duration::from_secs(10);
 const PROMISED: Duration = Duration::from_secs(3600);
-
-/// Reason why a keeper ends.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum KeeperError {
-    /// A system call failed.
-    #[error("the keeper cannot go on")]
-    Io(#[from] std::io::Error),
-}
-
-impl From<Errno> for KeeperError {
-    fn from(e: Errno) -> Self {
-        Self::Io(e.into())
-    }
-}
 
 /// A client.
 struct Connection {
@@ -165,8 +149,8 @@ impl Keeper {
     /// closed, and nothing can be read, they stay in the store.
     ///
     /// # Errors
-    /// [`KeeperError`].
-    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<(), KeeperError> {
+    /// A system call failed, and the keeper cannot go on.
+    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> std::io::Result<()> {
         let socket = listener.socket();
         rustix::io::ioctl_fionbio(socket, true)?;
         pass_rights(socket, true);
@@ -182,7 +166,7 @@ impl Keeper {
                 fds.chain(sockets).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
             let is_busy = rest.is_some() || self.hashing || self.next_store.is_some();
             let wait = if is_busy { Duration::from_millis(5) } else { IDLE / 10 };
-            match poll(&mut fds, Some(&timespec(wait))) {
+            match poll(&mut fds, Timespec::try_from(wait).ok().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
             }
@@ -587,8 +571,4 @@ fn short(mut why: String) -> String {
     let end = (0..=why.len().min(1000)).rev().find(|at| why.is_char_boundary(*at)).unwrap_or(0);
     why.truncate(end);
     why
-}
-
-fn timespec(time: Duration) -> Timespec {
-    Timespec { tv_sec: time.as_secs().cast_signed(), tv_nsec: time.subsec_nanos().into() }
 }

@@ -18,7 +18,7 @@
 //! let keeper = std::thread::spawn(move || keeper.run(listener, std::os::fd::AsFd::as_fd(&stopped)));
 //!
 //! let options = KeepOptions { name: Some("llama".to_owned()), socket: Some(socket.clone()), ..Default::default() };
-//! kept::keep([&model], &options, |_| std::ops::ControlFlow::Continue(()))?;
+//! kept::keep(None, [&model], &options, |_| std::ops::ControlFlow::Continue(()))?;
 //! let lent = kept::KeeperClient::connect(&socket)?.attach("llama")?;
 //! assert_eq!(lent.model.files.len(), 1);
 //! # drop(stop);
@@ -35,5 +35,5 @@ mod store;
 
 pub use config::KeeperConfig;
 pub use dmalane_daemon::Listener;
-pub use keeper::{Keeper, KeeperError};
+pub use keeper::Keeper;
 pub use store::{Holder, Store, hold, inherited};

@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane_daemon::{Listener, pass_rights};
-use dmalane_dma::{receive_with_fds, send_with_fds};
+use dmalane_dma::{connect_seqpacket, receive_with_fds, send_with_fds};
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, sendmsg_addr,
 };
@@ -88,16 +88,7 @@ impl Store {
     /// # Errors
     /// The kernel's, or that of the start.
     pub fn of_holder(holder: Holder) -> std::io::Result<Self> {
-        let address = SocketAddrUnix::new(&*holder.path)?;
-        let connect = || -> Result<OwnedFd, Errno> {
-            let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
-            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
-            for (timeout, time) in [(Timeout::Recv, TIMEOUT), (Timeout::Send, TAKEN_WITHIN)] {
-                set_socket_timeout(&socket, timeout, Some(time))?;
-            }
-            rustix::net::connect(&socket, &address)?;
-            Ok(socket)
-        };
+        let connect = || connect_seqpacket(&holder.path, Some(TIMEOUT), Some(TAKEN_WITHIN));
         if let Ok(socket) = connect() {
             return Ok(Self::Holder(socket, holder));
         }

@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dmalane_dma::{error_chain, receive_with_fds, send_with_fds};
-use dmalane_keep::{Holder, Keeper, KeeperConfig, KeeperError, Listener, Store, hold};
+use dmalane_keep::{Holder, Keeper, KeeperConfig, Listener, Store, hold};
 use dmalane_load::fill::FillError;
 use dmalane_load::kept::wire::{KeepRefusal, KeeperAnswer, Message};
 use dmalane_load::kept::{self, KeepError, KeepOptions, KeptEntry, KeptModel, KeptPlaces, Stamp};
@@ -25,7 +25,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketTyp
 struct Served {
     folder: tempfile::TempDir,
     stop: Option<UnixStream>,
-    keeper: Option<JoinHandle<Result<(), KeeperError>>>,
+    keeper: Option<JoinHandle<std::io::Result<()>>>,
     log: Arc<Mutex<Vec<String>>>,
 }
 
@@ -65,7 +65,7 @@ impl Served {
 
     fn keep(&self, path: &Path, more: KeepOptions) -> Result<KeptModel, Error> {
         let options = KeepOptions { socket: Some(self.socket()), ..more };
-        kept::keep([path], &options, |_| ControlFlow::Continue(())).map(|(model, _)| model)
+        kept::keep(None, [path], &options, |_| ControlFlow::Continue(())).map(|(model, _)| model)
     }
 
     fn names(&self) -> Vec<String> {

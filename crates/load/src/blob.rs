@@ -12,7 +12,7 @@ use dmalane_device::NoIommu;
 use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
 
-use crate::difference::Difference;
+use crate::difference::{Difference, Problem};
 use crate::engine::{describe, workers};
 use crate::error::Error;
 use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Sink, Staging};
@@ -61,8 +61,7 @@ pub fn verify_names<S: Queue<Addr = FileOffset>>(
     let digests = digest(inputs, &lens, regions, progress)?;
     let other = |((input, expected), digests): ((&Input<S>, &Option<[u8; 32]>), &Vec<_>)| {
         let found = *digests.first().and_then(|digest: &Digest| digest.sha256.clone())?;
-        let file = name(&input.source.path);
-        expected.filter(|expected| *expected != found).map(|_| Difference::Name { file, found })
+        expected.filter(|expected| *expected != found).map(|_| Problem::Name(found).of(name(&input.source.path)))
     };
     Ok(inputs.iter().zip(&expected).zip(&digests).filter_map(other).collect())
 }

@@ -51,12 +51,19 @@ impl fmt::Display for RegionKind {
 
 /// A difference between a manifest and the files that it describes.
 #[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Difference {
+    /// The file that it is about.
+    pub file: String,
+    /// How it differs.
+    pub problem: Problem,
+}
+
+/// How a file differs from its manifest.
+#[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Difference {
+pub enum Problem {
     /// A region has other bytes.
     Changed {
-        /// The file.
-        file: String,
         /// The kind of the region.
         part: RegionKind,
         /// File offset of its first byte.
@@ -64,10 +71,8 @@ pub enum Difference {
         /// File offset behind its last byte.
         end: u64,
     },
-    /// A file is too short.
+    /// The file is too short.
     Short {
-        /// The file.
-        file: String,
         /// Its length in the manifest.
         expected: u64,
         /// Its length.
@@ -75,74 +80,49 @@ pub enum Difference {
         /// The region in which it ends.
         part: RegionKind,
     },
-    /// Bytes follow the end of a file.
+    /// Bytes follow the end of the file.
     Long {
-        /// The file.
-        file: String,
         /// Its length in the manifest.
         expected: u64,
         /// Its length.
         found: u64,
     },
-    /// In place of the file there is a pointer of Git LFS to it: it was not downloaded.
-    LfsPointer {
-        /// The file.
-        file: String,
-        /// Bytes of the file that was not downloaded, as the pointer says.
-        size: u64,
-    },
-    /// A file is named by another SHA-256 than its bytes have.
-    Name {
-        /// The file.
-        file: String,
-        /// The SHA-256 of its bytes.
-        found: [u8; 32],
-    },
-    /// The manifest has a file that is not there.
-    Missing {
-        /// The file.
-        file: String,
-    },
-    /// The manifest does not have a file that is there.
-    Unlisted {
-        /// The file.
-        file: String,
-    },
+    /// In place of the file there is a pointer of Git LFS to it: it was not downloaded. Bytes of the file, as the
+    /// pointer says.
+    LfsPointer(u64),
+    /// The file is named by another SHA-256 than its bytes have, which is this.
+    Name([u8; 32]),
+    /// The manifest has the file, and it is not there.
+    Missing,
+    /// The manifest does not have the file, and it is there.
+    Unlisted,
 }
 
-impl Difference {
-    /// The file that it is about.
-    pub fn file(&self) -> &str {
-        let (Self::Changed { file, .. }
-        | Self::Short { file, .. }
-        | Self::Long { file, .. }
-        | Self::LfsPointer { file, .. }
-        | Self::Name { file, .. }
-        | Self::Missing { file }
-        | Self::Unlisted { file }) = self;
-        file
+impl Problem {
+    /// The difference of a file that has it.
+    pub(crate) fn of(self, file: impl Into<String>) -> Difference {
+        Difference { file: file.into(), problem: self }
     }
 }
 
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Changed { file, part, start, end } => write!(f, "{file}: {part} differs (bytes {start}..{end})"),
-            Self::Short { file, expected, found, part } => {
-                write!(f, "{file}: ends within {part}: {found} of {expected} bytes are there")
+        write!(f, "{}: ", self.file)?;
+        match &self.problem {
+            Problem::Changed { part, start, end } => write!(f, "{part} differs (bytes {start}..{end})"),
+            Problem::Short { expected, found, part } => {
+                write!(f, "ends within {part}: {found} of {expected} bytes are there")
             }
-            Self::Long { file, expected, found } => {
-                write!(f, "{file}: {} bytes follow its end at {expected}", found.saturating_sub(*expected))
+            Problem::Long { expected, found } => {
+                write!(f, "{} bytes follow its end at {expected}", found.saturating_sub(*expected))
             }
-            Self::LfsPointer { file, size } => {
-                write!(f, "{file}: {}", FormatError::lfs_pointer(*size))
-            }
-            Self::Name { file, found } => {
+            Problem::LfsPointer(size) => write!(f, "{}", FormatError::lfs_pointer(*size)),
+            Problem::Name(found) => {
                 let hash: String = found.iter().map(|byte| format!("{byte:02x}")).collect();
-                write!(f, "{file}: its bytes have SHA-256 {hash}, not the one by which the file is named")
+                write!(f, "its bytes have SHA-256 {hash}, not the one by which the file is named")
             }
-            Self::Missing { file } => write!(f, "{file}: is missing"),
-            Self::Unlisted { file } => write!(f, "{file}: is not in the manifest"),
+            Problem::Missing => f.write_str("is missing"),
+            Problem::Unlisted => f.write_str("is not in the manifest"),
         }
     }
 }
@@ -150,17 +130,17 @@ impl fmt::Display for Difference {
 impl Serialize for Difference {
     /// As docs/formats/json.md describes it.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let (problem, part, place, lengths) = match self {
-            Self::Changed { part, start, end, .. } => ("changed", Some(part), Some((start, end)), None),
-            Self::Short { expected, found, part, .. } => ("short", Some(part), None, Some((expected, found))),
-            Self::Long { expected, found, .. } => ("long", None, None, Some((expected, found))),
-            Self::LfsPointer { .. } => ("lfs_pointer", None, None, None),
-            Self::Name { .. } => ("name", None, None, None),
-            Self::Missing { .. } => ("missing", None, None, None),
-            Self::Unlisted { .. } => ("unlisted", None, None, None),
+        let (problem, part, place, lengths) = match &self.problem {
+            Problem::Changed { part, start, end } => ("changed", Some(part), Some((start, end)), None),
+            Problem::Short { expected, found, part } => ("short", Some(part), None, Some((expected, found))),
+            Problem::Long { expected, found } => ("long", None, None, Some((expected, found))),
+            Problem::LfsPointer(_) => ("lfs_pointer", None, None, None),
+            Problem::Name(_) => ("name", None, None, None),
+            Problem::Missing => ("missing", None, None, None),
+            Problem::Unlisted => ("unlisted", None, None, None),
         };
         let mut fields = serializer.serialize_struct("Difference", 8)?;
-        fields.serialize_field("file", self.file())?;
+        fields.serialize_field("file", &self.file)?;
         fields.serialize_field("problem", problem)?;
         fields.serialize_field("part", &part.map(RegionKind::kind))?;
         fields.serialize_field("tensor", &part.and_then(RegionKind::tensor).map(|tensor| &tensor.name))?;

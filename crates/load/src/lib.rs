@@ -18,7 +18,6 @@ pub mod container;
 
 mod device;
 mod difference;
-mod direct;
 mod engine;
 mod error;
 pub mod fill;
@@ -47,18 +46,18 @@ mod timeline;
 pub use blob::{hash_in_name, verify_names};
 pub use container::{CONTAINERS, Container, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
-pub use difference::{Difference, RegionKind};
+pub use difference::{Difference, Problem, RegionKind};
 pub use dmalane_device::Placement;
 pub use error::Error;
 pub use input::{Input, open_file, open_inputs};
 pub use layout::{BadAlign, Layout, Place, TensorAlign, TensorRun, VaRange};
 pub use manifest::{Manifest, ManifestFile, ManifestRegion};
 pub use model::{
-    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads,
+    Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads, Select,
     TensorStream, model_heap,
 };
 pub use near::{nearest, with_near_path};
-pub use open_file::{OpenFile, Select};
+pub use open_file::OpenFile;
 pub use parallel::in_parallel;
 pub use plain::plain_json;
 pub use read::{AllocRead, Read, ReadFiles, ReadMethod, ReadOptions, alloc_and_read};

@@ -19,7 +19,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::blob::{digest, hex, name, verify_names};
 use crate::container::{self, CONTAINERS, FormatError, Model, Tensor, lfs_pointer, raw, short};
-use crate::difference::{Difference, RegionKind};
+use crate::difference::{Difference, Problem, RegionKind};
 use crate::error::Error;
 use crate::fill::{Digest, HashRegions};
 use crate::input::Input;
@@ -113,15 +113,16 @@ impl ManifestFile {
 
     /// Whether the file has another length than it should.
     fn other_length(&self, found: u64) -> Option<Difference> {
-        let (file, expected) = (self.name.clone(), self.bytes);
-        match found.cmp(&expected) {
+        let expected = self.bytes;
+        let problem = match found.cmp(&expected) {
             std::cmp::Ordering::Less => {
                 let part = self.regions.iter().find(|region| region.end > found)?.part.clone();
-                Some(Difference::Short { file, expected, found, part })
+                Problem::Short { expected, found, part }
             }
-            std::cmp::Ordering::Equal => None,
-            std::cmp::Ordering::Greater => Some(Difference::Long { file, expected, found }),
-        }
+            std::cmp::Ordering::Equal => return None,
+            std::cmp::Ordering::Greater => Problem::Long { expected, found },
+        };
+        Some(problem.of(&self.name))
     }
 
     /// The regions whose hashes differ from `digests`, of a file of which `found` bytes were hashed.
@@ -133,8 +134,8 @@ impl ManifestFile {
     /// The difference between one of its regions and the hashes that it was found to have.
     pub fn differs(&self, region: &ManifestRegion, found: &Digest) -> Option<Difference> {
         let ManifestRegion { part, start, end, digest } = region;
-        let (file, part, start, end) = (self.name.clone(), part.clone(), *start, *end);
-        (!digest.agrees(found)).then_some(Difference::Changed { file, part, start, end })
+        let changed = || Problem::Changed { part: part.clone(), start: *start, end: *end }.of(&self.name);
+        (!digest.agrees(found)).then(changed)
     }
 }
 
@@ -227,11 +228,11 @@ impl Manifest {
         let digests = digest(inputs, &lens, hash_regions(&files), progress)?;
         for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
             let Some(file) = file else {
-                differences.push(Difference::Unlisted { file: name(&input.source.path) });
+                differences.push(Problem::Unlisted.of(name(&input.source.path)));
                 continue;
             };
             if let Some(size) = pointers[i] {
-                differences.push(Difference::LfsPointer { file: file.name.clone(), size });
+                differences.push(Problem::LfsPointer(size).of(&file.name));
                 continue;
             }
             differences.extend(file.changed(lens[i], &digests[i]));
@@ -240,7 +241,7 @@ impl Manifest {
         if all {
             let listed = |file: &ManifestFile| files.iter().flatten().any(|found| found.name == file.name);
             let missing = self.files.iter().filter(|file| !listed(file));
-            differences.extend(missing.map(|file| Difference::Missing { file: file.name.clone() }));
+            differences.extend(missing.map(|file| Problem::Missing.of(&file.name)));
         }
         Ok(differences)
     }
@@ -266,7 +267,7 @@ impl Manifest {
         let matching = self.matching(paths.iter().copied());
         let check = |((path, file), found): ((&&Path, &Option<&ManifestFile>), u64)| match file {
             Some(file) => file.other_length(found),
-            None => Some(Difference::Unlisted { file: name(path) }),
+            None => Some(Problem::Unlisted.of(name(path))),
         };
         refuse(paths.iter().zip(&matching).zip(found).filter_map(check).collect())?;
         Ok(matching)

@@ -17,23 +17,21 @@ use crate::kept::KeptFile;
 use crate::near::with_near_path;
 use crate::set::SetFile;
 
-/// Chooses tensors by name.
-pub type Select = Arc<dyn Fn(&str) -> bool + Send + Sync>;
-
 /// A file that is open for reading: a regular file or a block device.
 ///
-/// Its header is parsed when it is first asked for, and not again.
+/// Its header is parsed when it is first asked for, and not again. A copy is the same file.
+#[derive(Clone)]
 pub struct OpenFile {
     /// Its name in messages; the extension may tell its kind.
     pub path: PathBuf,
     pub(crate) handle: FileHandle,
     /// The tensors that an index lists for it: in a model, the others do not count.
     pub listed: Option<Arc<BTreeSet<String>>>,
-    /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
-    select: Option<Select>,
+    /// Some of its tensors do not count, and are not loaded.
+    is_selected: bool,
     /// The memory that holds it.
     pub(crate) kept: Option<Arc<KeptFile>>,
-    parsed: OnceLock<Arc<Model>>,
+    pub(crate) parsed: OnceLock<Arc<Model>>,
 }
 
 impl OpenFile {
@@ -62,11 +60,6 @@ impl OpenFile {
         FileHandle::named(file, path).map(Self::of_handle).map_err(failed)
     }
 
-    /// The same file.
-    pub fn again(&self) -> Self {
-        Self { kept: self.kept.clone(), listed: self.listed.clone(), ..Self::of_handle(self.handle.clone()) }
-    }
-
     /// Opens a file of a model.
     ///
     /// # Errors
@@ -81,12 +74,7 @@ impl OpenFile {
 
     pub(crate) fn of_handle(handle: FileHandle) -> Self {
         let path = handle.path().to_owned();
-        Self { path, handle, listed: None, select: None, kept: None, parsed: OnceLock::new() }
-    }
-
-    /// A file whose header is known.
-    pub(crate) fn parsed(handle: FileHandle, model: Arc<Model>, select: Option<Select>) -> Self {
-        Self { parsed: OnceLock::from(model), select, ..Self::of_handle(handle) }
+        Self { path, handle, listed: None, is_selected: false, kept: None, parsed: OnceLock::new() }
     }
 
     /// The file, opened again if it was closed.
@@ -110,14 +98,20 @@ impl OpenFile {
         Error::Changed { path: self.path.clone(), before: self.handle.len_when_opened().unwrap_or(0), now }
     }
 
-    /// Leaves out the tensors that are not selected.
-    pub fn select(&mut self, select: Option<Select>) {
-        (self.select, self.parsed) = (select, OnceLock::new());
+    /// Leaves out the tensors whose names do not count.
+    pub(crate) fn retain(&mut self, counts: impl Fn(&str) -> bool) -> Result<(), Error> {
+        let model = self.model()?;
+        if model.tensors.iter().any(|tensor| !counts(&tensor.name)) {
+            let tensors = model.tensors.iter().filter(|tensor| counts(&tensor.name)).cloned().collect();
+            let model = Arc::new(Model { tensors, ..(**model).clone() });
+            (self.parsed, self.is_selected) = (OnceLock::from(model), true);
+        }
+        Ok(())
     }
 
     /// Whether only some of its tensors count.
     pub fn is_selected(&self) -> bool {
-        self.select.is_some()
+        self.is_selected
     }
 
     /// Bytes in it now.
@@ -161,7 +155,7 @@ impl OpenFile {
         self.parsed.get().map_or_else(|| self.size(), |model| Ok(model.len))
     }
 
-    /// The selected tensors of the file, as its [`Container`] has them.
+    /// The tensors of the file that count, as its [`Container`] has them.
     ///
     /// # Errors
     /// [`Error::Format`], [`Error::File`].
@@ -170,10 +164,7 @@ impl OpenFile {
             return Ok(model);
         }
         let (file, len) = (self.file()?, self.size()?);
-        let mut model = container::parse(&ContainerFile { path: &self.path, file: &file, len })?;
-        if let Some(select) = &self.select {
-            model.tensors.retain(|tensor| select(&tensor.name));
-        }
+        let model = container::parse(&ContainerFile { path: &self.path, file: &file, len })?;
         Ok(self.parsed.get_or_init(|| Arc::new(model)))
     }
 }

@@ -6,12 +6,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_device::{Bounce, IoError};
+use dmalane_device::{Bounce, IoError, PolledQueue};
 use dmalane_dma::VolatileSlice;
-use dmalane_queue::{
-    Capabilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, QueueAddr, QueueState, Refused, Ticket,
-    Waiting, Work,
-};
+use dmalane_queue::{Capabilities, Limits, OpError, Operation, Queue, QueueAddr, Work};
 use twox_hash::XxHash3_64;
 
 use crate::device::{JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
@@ -101,7 +98,9 @@ impl OpenDevice {
         self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         self.bounce(self.staging.slot())?;
         let Self { queue, bounce, info, staging, options, .. } = self;
-        let mut queue = Comparison { queue, bounce, state: QueueState::default(), waiting: Waiting::new() };
+        let limits = Limits { capacity: 1, max_len: u64::MAX, max_parts: 1 };
+        let compared = |operation: &Operation| compare(queue, bounce, operation);
+        let mut queue = PolledQueue::new(Capabilities::FROM_HOST, limits, compared);
         let stop = self.stop.clone();
         let mut watch = |event| {
             if let Event::OnDevice { len, .. } = event {
@@ -153,66 +152,19 @@ impl OpenDevice {
     }
 }
 
-/// A queue whose operations compare what they would write with what the device has there, one after the other.
-struct Comparison<'a> {
-    queue: &'a mut JoinedQueue,
-    bounce: &'a mut Option<Bounce>,
-    state: QueueState,
-    waiting: Waiting,
-}
-
-impl Comparison<'_> {
-    fn compare(&mut self, operation: &Operation) -> Result<(), OpError> {
-        let (Work::Copy { host, at, .. }, Some(bounce)) = (&operation.work, &mut self.bounce) else {
-            return Err(broken("nothing to compare"));
-        };
-        let (at, file) = (*at, host.slice.as_volatile_slice());
-        let compared = bounce.read_each(self.queue, at, file.len() as u64, &mut |done, device| {
-            let differs = file.sub(done as usize, device.len()).map_or(Some(0), |file| file.first_difference(device));
-            let found = |n| IoError::Failed { at, error: OpError::Differs { offset: done + n as u64 } };
-            differs.map_or(Ok(()), |n| Err(found(n)))
-        });
-        compared.map_err(|error| match error {
-            IoError::Failed { error, .. } => error,
-            other => broken(other),
-        })
-    }
-}
-
-impl Queue for Comparison<'_> {
-    type Addr = DeviceAddr;
-
-    fn limits(&self) -> Limits {
-        Limits { capacity: 1, max_len: u64::MAX, max_parts: 1 }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::FROM_HOST
-    }
-
-    fn in_flight(&self) -> usize {
-        self.state.in_flight()
-    }
-
-    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused> {
-        self.state.submit(operation, self.capabilities(), self.limits(), |_| Ok(()), &mut self.waiting)
-    }
-
-    fn flush(&mut self) {}
-
-    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
-        let Some((ticket, operation)) = self.waiting.pop_front() else { return 0 };
-        self.state.ended();
-        let (result, bytes) = (self.compare(&operation), operation.bytes());
-        done.push(Completion { ticket, operation, result, bytes });
-        1
-    }
-
-    fn wait(&mut self, done: &mut Vec<Completion>, _: Duration) -> usize {
-        self.poll(done)
-    }
-
-    fn state(&self) -> Option<&QueueState> {
-        Some(&self.state)
-    }
+/// Compares what an operation would write with what the device has there.
+fn compare(queue: &mut JoinedQueue, bounce: &mut Option<Bounce>, operation: &Operation) -> Result<(), OpError> {
+    let (Work::Copy { host, at, .. }, Some(bounce)) = (&operation.work, bounce) else {
+        return Err(broken("nothing to compare"));
+    };
+    let (at, file) = (*at, host.slice.as_volatile_slice());
+    let compared = bounce.read_each(queue, at, file.len() as u64, &mut |done, device| {
+        let differs = file.sub(done as usize, device.len()).map_or(Some(0), |file| file.first_difference(device));
+        let found = |n| IoError::Failed { at, error: OpError::Differs { offset: done + n as u64 } };
+        differs.map_or(Ok(()), |n| Err(found(n)))
+    });
+    compared.map_err(|error| match error {
+        IoError::Failed { error, .. } => error,
+        other => broken(other),
+    })
 }

@@ -13,7 +13,6 @@ use rustix::io::Errno;
 use tempfile::NamedTempFile;
 
 use crate::Error;
-use crate::direct::DirectWriter;
 
 /// A file to write. It appears whole or not at all, under its name, when all of it is written.
 ///
@@ -96,25 +95,17 @@ impl Output {
     /// # Errors
     /// As of [`Output::check`], and what the file system says; nothing has changed.
     pub fn write(&self, bytes: &[u8]) -> Result<(), Error> {
-        let mut saving = self.begin()?;
-        let written = saving.file().write_all(bytes);
-        written.and_then(|()| saving.finish()).map_err(|source| self.refusal(source))
+        self.write_with(|file| file.write_all(bytes))
     }
 
-    /// Writes the file by a function, past the page cache where the file system takes that. Returns whether it did.
+    /// Writes the file by a function.
     ///
     /// # Errors
     /// As of [`Output::write`], and what `write` returns.
-    pub fn write_direct(&self, write: impl FnOnce(&mut (dyn Write + Send)) -> io::Result<()>) -> Result<bool, Error> {
+    pub fn write_with(&self, write: impl FnOnce(&mut File) -> io::Result<()>) -> Result<(), Error> {
         let mut saving = self.begin()?;
-        let written = || {
-            let mut out = DirectWriter::new(saving.file())?;
-            write(&mut out)?;
-            out.finish()
-        };
-        let direct = written().map_err(|source| self.refusal(source))?;
-        saving.finish().map_err(|source| self.refusal(source))?;
-        Ok(direct)
+        let written = write(saving.file());
+        written.and_then(|()| saving.finish()).map_err(|source| self.refusal(source))
     }
 
     /// Begins to write it.

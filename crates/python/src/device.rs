@@ -1,4 +1,4 @@
-//! Devices: memory behind an address space, tensors loaded onto it, and host memory registered for it.
+//! Devices: memory behind an address space, and tensors loaded onto it.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -7,22 +7,23 @@ use std::time::Duration;
 
 use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, export_dlpack};
-use dmalane::addr::{Access, Address, CardAddr, DeviceVa, Span};
+use dmalane::addr::{Address, CardAddr, DeviceVa, Span};
 use dmalane::device::{AddressSpaceKind, DlpackDevice};
-use dmalane::dma::{CopyHint, Heap, Mapping, VolatileSlice};
-use dmalane::load::kept::{KeepOptions, KeeperClient, attach_on, attach_or_keep_on, socket_path};
-use dmalane::load::{BadAlign, Block, Error, Loaded, LoadedFile, OpenDevice, TensorAlign, model_heap};
+use dmalane::dma::{CopyHint, Heap, VolatileSlice};
+use dmalane::load::kept::{KeepOptions, KeeperClient, attach_or_keep_on, socket_path};
+use dmalane::load::{BadAlign, Error, Loaded, LoadedFile, OpenDevice, TensorAlign, model_heap};
 use dmalane::{HostModel, LoadOptions, ModelOptions, OpenOptions, Placement, error_chain};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyMemoryView, PyTuple};
 
 use crate::failure::Failure;
 use crate::interrupt;
 use crate::manifest::{ManifestOf, mode};
-use crate::memory::{Buffer, Described, Tensor};
+use crate::memory::Described;
 use crate::of_process::OfProcess;
 use crate::report;
+use crate::save::each_block;
 
 /// How often somebody who waits for a device looks whether it is free.
 const EVERY: Duration = Duration::from_millis(1);
@@ -220,10 +221,7 @@ impl Device {
         let loaded = interrupt::run(py, u64::MAX, None, |progress| -> Result<_, Failure> {
             let watch = |event| progress.watch(&event);
             let device = &mut *lock(&self.device)?;
-            Ok(match keep {
-                true => Some(attach_or_keep_on(device, &paths, &options, watch)?),
-                false => attach_on(device, &paths, &options)?,
-            })
+            Ok(attach_or_keep_on(device, &paths, &options, keep, watch)?)
         })?;
         loaded?.map(|loaded| self.tensors(py, loaded)).transpose()
     }
@@ -240,14 +238,11 @@ impl Device {
     /// Writes bytes to device memory.
     fn write(&self, py: Python<'_>, address: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
         let at = CardAddr::new(address);
-        let host = Host::of(data)?;
-        let written = interrupt::run(py, host.len() as u64, None, |_| {
-            host.each_block(|done, block| {
-                let at = at.checked_add(done as u64).ok_or_else(|| Failure::new("DeviceError", "past the end"))?;
-                lock(&self.device)?.write(at, block).map_err(Failure::from)
-            })
-        })?;
-        Ok(written?)
+        let bytes = PyMemoryView::from(data)?.call_method1("cast", ("B",))?;
+        each_block(py, &bytes, |done, block| {
+            let at = at.checked_add(done as u64).ok_or_else(|| Failure::new("DeviceError", "past the end"))?;
+            lock(&self.device)?.write(at, block).map_err(Failure::from)
+        })
     }
 
     /// Reads bytes from device memory.
@@ -269,79 +264,8 @@ impl Device {
         Ok(interrupt::run(py, size, None, copy)??)
     }
 
-    /// Makes host memory reachable for the device, for reading or also for writing.
-    #[pyo3(signature = (memory, *, writable=false))]
-    fn register(&self, py: Python<'_>, memory: &Bound<'_, PyAny>, writable: bool) -> PyResult<Registration> {
-        let host = Host::of(memory)?;
-        let Host::Block(block, offset, len) = host else {
-            return Err(PyTypeError::new_err("a dmalane.Tensor or dmalane.Buffer can be registered"));
-        };
-        let access = if writable { Access::RW } else { Access::READ };
-        let end = offset.saturating_add(len).next_multiple_of(4096);
-        let range = offset & !4095..end.min(block.reference().len());
-        let (mapping, segments) = py.detach(|| {
-            let registrar = lock(&self.device)?.registrar().clone();
-            let pinned = registrar.pin_range(&block.reference(), range.clone())?;
-            let segments = pinned.pages().map_or(1, |pages| pages.segments().count());
-            Ok::<_, Failure>((registrar.map(pinned, access)?, segments))
-        })?;
-        let iova = mapping.span().first().bits() + (offset - range.start) as u64;
-        Ok(Registration { mapping: OfProcess::new(Mutex::new(Some(mapping))), iova, len, segments })
-    }
-
     fn __repr__(&self) -> String {
         format!("Device({:?})", self.spec)
-    }
-}
-
-/// Bytes of the host.
-enum Host<'a> {
-    /// Immutable.
-    Bytes(&'a [u8]),
-    /// A part of a block that Python may write meanwhile.
-    Block(Arc<Block>, usize, usize),
-}
-
-impl<'a> Host<'a> {
-    fn of(object: &'a Bound<'_, PyAny>) -> PyResult<Self> {
-        let part = if let Ok(tensor) = object.cast::<Tensor>() {
-            &tensor.get().slice
-        } else if let Ok(buffer) = object.cast::<Buffer>() {
-            &buffer.get().slice
-        } else if let Ok(bytes) = object.cast::<PyBytes>() {
-            return Ok(Self::Bytes(bytes.as_bytes()));
-        } else {
-            return Err(PyTypeError::new_err("bytes, a dmalane.Tensor or a dmalane.Buffer is needed"));
-        };
-        Ok(Self::Block(part.block()?, part.offset(), part.len()))
-    }
-
-    fn len(&self) -> usize {
-        match self {
-            Self::Bytes(bytes) => bytes.len(),
-            Self::Block(_, _, len) => *len,
-        }
-    }
-
-    /// Hands the bytes to `f` block by block, with their offset.
-    fn each_block(&self, mut f: impl FnMut(usize, &[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
-        const BLOCK: usize = 4 << 20;
-        match self {
-            Self::Bytes(bytes) => bytes.chunks(BLOCK).enumerate().try_for_each(|(n, block)| f(n * BLOCK, block)),
-            Self::Block(block, offset, len) => {
-                let mut copy = vec![0; BLOCK.min(*len)];
-                let mut done = 0;
-                while done < *len {
-                    let n = copy.len().min(len - done);
-                    if let Some(view) = block.as_volatile_slice().sub(offset + done, n) {
-                        view.read(&mut copy[..n]);
-                    }
-                    f(done, &copy[..n])?;
-                    done += n;
-                }
-                Ok(())
-            }
-        }
     }
 }
 
@@ -517,50 +441,5 @@ impl DeviceTensor {
 
     fn __repr__(&self) -> String {
         format!("DeviceTensor({:?}, {:?}, {:?})", self.name, self.dtype, self.shape)
-    }
-}
-
-/// Host memory that a device reaches, until it is unregistered or this object dies.
-#[pyclass(frozen, weakref, module = "dmalane")]
-pub(crate) struct Registration {
-    mapping: OfProcess<Mutex<Option<Mapping>>>,
-    iova: u64,
-    len: usize,
-    segments: usize,
-}
-
-#[pymethods]
-impl Registration {
-    /// The address by which the device reaches the first byte.
-    #[getter]
-    fn iova(&self) -> u64 {
-        self.iova
-    }
-
-    #[getter]
-    fn nbytes(&self) -> usize {
-        self.len
-    }
-
-    /// Physically contiguous segments, where the registrar knows them.
-    #[getter]
-    fn segments(&self) -> usize {
-        self.segments
-    }
-
-    fn unregister(&self, py: Python<'_>) -> PyResult<()> {
-        let mapping = self.mapping.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| drop(mapping));
-        Ok(())
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    /// Does nothing in a child of `fork`, where a `with` ends too.
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) {
-        let _in_a_child = self.unregister(py);
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use dmalane::addr::FileOffset;
 use dmalane::load::fill::FillError;
-use dmalane::load::{Difference, Error as LoadError};
+use dmalane::load::{Error as LoadError, Problem};
 use dmalane::queue::OpError;
 use dmalane::{OpenError, error_chain};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -148,8 +148,8 @@ impl From<LoadError> for Failure {
             LoadError::Differs { differences } => {
                 let failure = failure("IntegrityError");
                 let Some(first) = differences.first() else { return failure };
-                let failure = failure.text("path", first.file());
-                let Difference::Changed { part, start, .. } = first else { return failure };
+                let failure = failure.text("path", &first.file);
+                let Problem::Changed { part, start, .. } = &first.problem else { return failure };
                 let failure = failure.number("offset", *start);
                 failure.tensor(part.tensor().map(|tensor| &*tensor.name))
             }

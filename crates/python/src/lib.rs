@@ -33,6 +33,5 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<open::Stream>()?;
     module.add_class::<device::Device>()?;
     module.add_class::<device::DeviceTensor>()?;
-    module.add_class::<device::Registration>()?;
     Ok(())
 }

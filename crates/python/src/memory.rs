@@ -42,16 +42,8 @@ impl BlockSlice {
     }
 
     /// The block, unless it was released.
-    pub(crate) fn block(&self) -> Result<Arc<Block>, Failure> {
+    fn block(&self) -> Result<Arc<Block>, Failure> {
         lock(&self.block).clone().ok_or_else(|| Failure::new("ClosedError", "its memory was released"))
-    }
-
-    pub(crate) fn offset(&self) -> usize {
-        self.offset
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
     }
 
     fn address(&self) -> Result<usize, Failure> {

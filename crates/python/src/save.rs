@@ -1,4 +1,4 @@
-//! Writing safetensors files from memory of Python.
+//! Writing safetensors files, and other targets, from memory of Python.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -20,7 +20,7 @@ const BLOCK: usize = 1 << 20;
 type Described<'py> = (String, String, Vec<usize>, Bound<'py, PyAny>);
 
 /// Writes a file with these tensors, in the order and with the header of the crate `safetensors`. It appears whole or
-/// not at all. Returns its bytes and whether they went past the page cache.
+/// not at all. Returns its bytes.
 #[pyfunction]
 #[pyo3(signature = (path, tensors, metadata, overwrite))]
 pub(crate) fn save_file(
@@ -29,7 +29,7 @@ pub(crate) fn save_file(
     tensors: Vec<Described<'_>>,
     metadata: Option<HashMap<String, String>>,
     overwrite: bool,
-) -> PyResult<(u64, bool)> {
+) -> PyResult<u64> {
     let mut sorted = Vec::new();
     for (name, dtype, shape, bytes) in tensors {
         let dtype: Dtype = serde_json::from_value(dtype.clone().into())
@@ -50,40 +50,43 @@ pub(crate) fn save_file(
     header.resize(header.len().next_multiple_of(8), b' ');
     let mut raised = None;
     let output = Output::new(path).replace(overwrite);
-    let written = output.write_direct(|out| {
+    let written = output.write_with(|out| {
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(&header)?;
-        let mut block = vec![0; BLOCK.min(end)];
-        for (.., bytes, len) in &sorted {
-            if let Err(error) = write(py, out, bytes, *len, &mut block) {
-                raised = Some(error);
-                return Err(io::Error::other("the tensors cannot be read"));
-            }
-        }
-        Ok(())
+        let mut write = |_, block: &[u8]| {
+            let failed = |e| Failure::new("FileError", format!("cannot write: {e}")).io(&e);
+            out.write_all(block).map_err(failed)
+        };
+        sorted.iter().try_for_each(|(.., bytes, _)| each_block(py, bytes, &mut write)).map_err(|error| {
+            raised = Some(error);
+            io::Error::other("the tensors cannot be read")
+        })
     });
     match (raised, written) {
         (Some(error), _) => Err(error),
-        (None, written) => Ok((8 + header.len() as u64 + end as u64, written.map_err(Failure::from)?)),
+        (None, written) => {
+            written.map_err(Failure::from)?;
+            Ok(8 + header.len() as u64 + end as u64)
+        }
     }
 }
 
-/// Copies the bytes out block by block, and writes each block without the interpreter's lock.
-fn write(
+/// Copies the bytes of a `memoryview` of format "B" out block by block, and hands each, with its offset, to `sink`,
+/// without the interpreter's lock.
+pub(crate) fn each_block(
     py: Python<'_>,
-    out: &mut (dyn Write + Send),
     bytes: &Bound<'_, PyAny>,
-    len: usize,
-    block: &mut [u8],
+    mut sink: impl FnMut(usize, &[u8]) -> Result<(), Failure> + Send,
 ) -> PyResult<()> {
+    let len = bytes.len()?;
+    let mut block = vec![0; BLOCK.min(len)];
     let mut done = 0;
     while done < len {
         let n = block.len().min(len - done);
         let (from, to) = (isize::try_from(done)?, isize::try_from(done + n)?);
         let part = bytes.get_item(PySlice::new(py, from, to, 1))?;
         PyBuffer::<u8>::get(&part)?.copy_to_slice(py, &mut block[..n])?;
-        let written = py.detach(|| out.write_all(&block[..n]));
-        written.map_err(|e| Failure::new("FileError", format!("cannot write: {e}")).io(&e))?;
+        py.detach(|| sink(done, &block[..n]))?;
         py.check_signals()?;
         done += n;
     }

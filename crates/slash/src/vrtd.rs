@@ -18,10 +18,10 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{End, MemoryGrants, Region};
-use dmalane_dma::{check_peer, receive_with_fds, send_with_fds, trusted_users};
+use dmalane_dma::{check_peer, connect_seqpacket, receive_with_fds, send_with_fds, trusted_users};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::net::{RecvFlags, SendFlags};
 
 use crate::Error;
 use crate::abi::{self, halves};
@@ -190,13 +190,8 @@ struct Link {
 impl Daemon {
     /// Connects to the daemon of a card of this machine.
     pub(crate) fn connect(name: &VrtdName) -> Result<Self, Error> {
-        let open = || -> rustix::io::Result<OwnedFd> {
-            let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-            connect(&socket, &SocketAddrUnix::new(&*name.socket)?)?;
-            Ok(socket)
-        };
         let of = |e: Errno| Error::Vrtd { socket: name.socket.clone(), source: e.into() };
-        let socket = open().map_err(of)?;
+        let socket = connect_seqpacket(&name.socket, Some(TIMEOUT), Some(TIMEOUT)).map_err(of)?;
         // With socket activation the listener is of systemd, which is root's.
         check_peer(&socket, &trusted_users())
             .map_err(|source| Error::WrongServer { socket: name.socket.clone(), source })?;

@@ -19,7 +19,6 @@ name, lent = next(stream)
 tensors = dmalane.load_file(path, "bytes")
 device = dmalane.open("ram:128MiB")
 on_device = dmalane.load_file(path, device=device)
-registered = dmalane.open("soft").register(dmalane.Buffer(4096))
 uses = {
     "stream": lambda: next(stream),
     "new stream": lambda: next(f.tensors()),
@@ -29,7 +28,6 @@ uses = {
     "device": lambda: device.read(device.alloc(16), 16),
     "load": lambda: dmalane.load_file(path, device=device),
     "device tensor": on_device[name].tobytes,
-    "registration": registered.unregister,
 }
 child = os.fork()
 if child == 0:
@@ -47,9 +45,9 @@ if child == 0:
     # What tells what it is, and the ends of `with`.
     if path not in repr(f):
         wrong.append(repr(f))
-    with f, registered:
+    with f:
         pass
-    del uses, use, stream, f, device, on_device, registered, lent, tensors
+    del uses, use, stream, f, device, on_device, lent, tensors
     import gc; gc.collect()
     print(wrong or "refused", flush=True)
     os._exit(bool(wrong))
@@ -63,7 +61,6 @@ for _, tensor in stream:
     left += 1
     tensor.release()
 assert left == 23, left
-registered.unregister()
 """
 
 

@@ -73,7 +73,7 @@ impl Card {
 impl Serve {
     /// Serves clients, one after the other.
     fn run(self) -> Result<ExitCode, Failure> {
-        let config = CardConfig { workers: Workers::PerChannel, ..card(&self.device)?.config() };
+        let config = CardConfig { workers: Workers::PerChannel, ..card(&self.device)?.config };
         let server = CardServer::bind(&self.vfio_user, config).map_err(|e| match &e {
             CardServerError::Listen { source, .. } if source.kind() == ErrorKind::AddrInUse => {
                 Failure::from(e).hint("another program listens there: choose another path")
@@ -104,8 +104,8 @@ impl Serve {
 /// The card of a name that has nothing of its driver's, which is the client's.
 fn card(spec: &DeviceSpec) -> Result<&SoftSpec, Failure> {
     let only = |card: &&SoftSpec| {
-        let SoftSpec { ddr, hbm, channels, .. } = **card;
-        **card == SoftSpec { ddr, hbm, channels, ..SoftSpec::default() }
+        let config = CardConfig { workers: Workers::Inline, ..card.config };
+        **card == SoftSpec { config, ..SoftSpec::default() }
     };
     let card = spec.get::<SoftSpec>().filter(only);
     card.ok_or_else(|| Failure::usage(format!("{spec} cannot be served: -d takes soft, with ddr, hbm and channels")))

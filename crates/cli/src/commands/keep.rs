@@ -94,7 +94,7 @@ impl Keep {
             ControlFlow::Continue(())
         };
         let kept = match &self.device {
-            None => kept::keep(&self.files, &options, watch),
+            None => kept::keep(None, &self.files, &options, watch),
             Some(spec) => keep_on(spec, &self.files, &options, watch)?,
         };
         let (model, replaced) = kept.map_err(|e| match model::differs("nothing is kept", &e) {
@@ -135,7 +135,7 @@ fn keep_on(
     loop {
         // Opened again, it has what became free.
         let mut device = device::open(spec, &OpenOptions::default())?;
-        match (kept::keep_on(&mut device, files, options, &mut watch), asked) {
+        match (kept::keep(Some(&mut device), files, options, &mut watch), asked) {
             (Err(Error::Kept(KeepError::DeviceFull { device, missing, .. })), None) => {
                 connect()?.room_on(&device, missing).map_err(|e| Failure::because("nothing is kept", &e))?;
                 asked = Some(Instant::now());

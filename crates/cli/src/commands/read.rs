@@ -183,16 +183,14 @@ impl Read {
             job.buffers.push(len);
         }
         bar.set_length(job.bytes());
-        let read = dmalane::Read::sources(sources.iter().map(OpenFile::again).collect())
-            .job(job)
-            .options(self.options())
-            .manifest(manifest)
-            .watch(|event: Event| {
+        let read = dmalane::Read::sources(sources.to_vec()).job(job).options(self.options()).manifest(manifest).watch(
+            |event: Event| {
                 if let Event::Arrived { len, .. } = event {
                     bar.advance(len);
                 }
                 ControlFlow::Continue(())
-            });
+            },
+        );
         let read = read.into_memory(heap);
         let failed = |e| model::differs("the read failed", &e).unwrap_or_else(|| model::failure(e));
         let ReadFiles { filled, methods } = read.map_err(failed)?;

@@ -227,7 +227,7 @@ fn a_model_in_memory_of_a_gpu_is_attached_to_without_a_copy() {
     // Bytes that do not arrive on the GPU are not kept.
     let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
     let keep = |device: &mut OpenDevice, options: &KeepOptions| {
-        kept::keep_on(device, [keeping.at("m.safetensors")], options, |_| ControlFlow::Continue(()))
+        kept::keep(Some(device), [keeping.at("m.safetensors")], options, |_| ControlFlow::Continue(()))
     };
     fake.lose(1);
     let refused = error_chain(&keep(&mut device, &options).unwrap_err());
@@ -257,7 +257,7 @@ fn models_on_a_gpu_make_room_for_others_unless_somebody_is_attached() {
     let open = || dmalane::open(&format!("cuda:0,lib={}", fake.path())).unwrap();
     let keep = |name: &str| {
         let path = keeping.at(&format!("{name}.safetensors"));
-        kept::keep_on(&mut open(), [path], &options, |_| ControlFlow::Continue(()))
+        kept::keep(Some(&mut open()), [path], &options, |_| ControlFlow::Continue(()))
     };
     let names = || {
         let mut names: Vec<String> = list(&keeping).into_iter().map(|model| model.name).collect();
@@ -326,7 +326,7 @@ fn each_gpu_has_a_copy_of_its_own() {
     let watch = |_| ControlFlow::Continue(());
     let attach = |device: &mut OpenDevice| {
         let before = fake.copied();
-        let loaded = kept::attach_or_keep_on(device, &path, &options, watch).unwrap();
+        let loaded = kept::attach_or_keep_on(device, &path, &options, true, watch).unwrap().unwrap();
         let bytes = read_back(device, &loaded.files[0], 0);
         device.unload(loaded).unwrap();
         (bytes, fake.copied() > before)
@@ -338,7 +338,7 @@ fn each_gpu_has_a_copy_of_its_own() {
     let elsewhere = keeper.attach_onto("m", &mut open(2), false).unwrap_err();
     assert!(error_chain(&elsewhere).contains("and this device is GPU-a2a2a2a2-"), "{elsewhere}");
     // For who can use either, the one in the host's memory is better than another GPU's.
-    kept::keep(&path, &options, watch).unwrap();
+    kept::keep(None, &path, &options, watch).unwrap();
     assert!(keeper.attach_rather("m", Some("GPU-a2")).is_ok() && keeper.attach("m").is_ok());
     assert_eq!(keeping.json(&["kept", "--json"])["models"].as_array().unwrap().len(), 3);
     assert!(keeping.run(&["drop", "m"]).status.success());
@@ -405,7 +405,7 @@ fn what_an_index_leaves_out_is_not_attached_to_on_a_gpu() {
     let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
     let mut device = dmalane::open(&format!("cuda:0,lib={}", fake.path())).unwrap();
     let watch = |_| ControlFlow::Continue(());
-    kept::keep_on(&mut device, [&folder], &options, watch).unwrap();
+    kept::keep(Some(&mut device), [&folder], &options, watch).unwrap();
     let loaded = KeeperClient::connect(&keeping.socket()).unwrap().attach_onto("model", &mut device, true).unwrap();
     let host = HostModel::open([&folder], ModelOptions::default()).unwrap();
     let there: Vec<_> = loaded.files.iter().flat_map(|file| file.tensors()).map(|t| t.tensor.name.clone()).collect();

@@ -1,14 +1,14 @@
 //! A function of the card that a dmalaned shares.
 
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_daemon::{Client, ClientOptions, SOCKET};
 use dmalane_dma::error_chain;
 
-use super::card::CardOptions;
+use super::card;
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::{SERVER_UID, SpecOption, uid};
 use super::soft::memory;
@@ -17,27 +17,10 @@ use crate::open_options::OpenOptions;
 /// A function of a daemon's card, `daemon[:SOCKET]`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DaemonSpec {
-    /// The daemon's socket.
-    pub socket: PathBuf,
-    /// A user that may have the socket besides root and this process's.
-    pub server_uid: Option<u32>,
-    /// Bytes of DDR, rounded up to 2 MiB; `None` for what the daemon gives a client.
-    pub ddr: Option<u64>,
-    /// Bytes of HBM, rounded up to 4 MiB; `None` for what the daemon gives a client.
-    pub hbm: Option<u64>,
-    /// How it is driven.
-    pub card: CardOptions,
-}
-
-impl DaemonSpec {
     /// The connection to the daemon.
-    pub fn client(&self) -> ClientOptions {
-        let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.div_ceil(to).saturating_mul(to));
-        let mut options = ClientOptions::new(&self.socket);
-        options.server_uids.extend(self.server_uid);
-        (options.ddr, options.hbm) = (whole(self.ddr, 2 << 20), whole(self.hbm, 4 << 20));
-        options
-    }
+    pub client: ClientOptions,
+    /// How it is driven; its name is set when it is opened.
+    pub card: CardUse,
 }
 
 impl Spec for DaemonSpec {
@@ -48,8 +31,8 @@ impl Spec for DaemonSpec {
     const COMMAS: bool = true;
 
     fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
-        let socket = if what.is_empty() { SOCKET } else { what }.into();
-        Ok(Self { socket, server_uid: None, ddr: None, hbm: None, card: CardOptions::default() })
+        let socket = if what.is_empty() { SOCKET } else { what };
+        Ok(Self { client: ClientOptions::new(socket), card: CardUse::default() })
     }
 
     fn options() -> Vec<SpecOption<Self>> {
@@ -58,24 +41,24 @@ impl Spec for DaemonSpec {
                 "ddr",
                 "SIZE",
                 "DDR to ask for, rounded up to 2MiB [the most that the daemon gives a client]",
-                |spec: &mut Self, text| memory(text).map(|it| spec.ddr = Some(it)),
+                |spec: &mut Self, text| memory(text, 2 << 20).map(|it| spec.client.ddr = it),
             ),
             SpecOption::valued(
                 "hbm",
                 "SIZE",
                 "HBM to ask for, rounded up to 4MiB [the most that the daemon gives a client]",
-                |spec: &mut Self, text| memory(text).map(|it| spec.hbm = Some(it)),
+                |spec: &mut Self, text| memory(text, 4 << 20).map(|it| spec.client.hbm = it),
             ),
             SpecOption::valued("server-uid", "UID", SERVER_UID, |spec: &mut Self, text| {
-                uid(text).map(|it| spec.server_uid = Some(it))
+                uid(text).map(|it| spec.client.server_uids.push(it))
             }),
         ];
-        own.into_iter().chain(CardOptions::options(|spec: &mut Self| &mut spec.card)).collect()
+        own.into_iter().chain(card::options(|spec: &mut Self| &mut spec.card)).collect()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
-        let client = Client::connect(self.client())?;
-        let used = self.card.used(format!("the card daemon:{}", self.socket.display()), false, options);
+        let client = Client::connect(self.client.clone())?;
+        let used = card::used(&self.card, format!("the card daemon:{}", self.client.path.display()), false, options);
         Ok(Box::new(CardDevice::open(Arc::new(client), CardUse { processors: 1, ..used })?))
     }
 
@@ -85,7 +68,7 @@ impl Spec for DaemonSpec {
             return Vec::new();
         }
         // A file may be there without a daemon: one that was killed leaves its socket.
-        let answer = dmalane_daemon::status(&dmalane_daemon::ClientOptions::new(&socket));
+        let answer = dmalane_daemon::status(&ClientOptions::new(&socket));
         vec![Listed {
             name: format!("daemon:{SOCKET}"),
             supported: answer.is_ok(),

@@ -7,10 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_device::Device;
-use dmalane_load::nearest;
-use thiserror::Error;
 
-use super::option::{BadOption, OptionAbout, SpecOption, keys_of, split};
+use super::option::{BadDeviceSpec, OptionAbout, SpecOption, split};
 use crate::open_options::OpenOptions;
 
 /// A device, or why it could not be opened.
@@ -139,74 +137,12 @@ pub struct Listed {
 /// A [`Spec`] of any kind.
 pub(crate) type AnySpec = Arc<dyn Any + Send + Sync>;
 
-/// A text that names no device.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum BadDeviceSpec {
-    /// No kind has this name.
-    #[error("{text:?} is not a device; there are {kinds}{}", meant(*nearest))]
-    Kind {
-        /// The text.
-        text: String,
-        /// How devices are named, with commas between them.
-        kinds: String,
-        /// The kind whose name is like it.
-        nearest: Option<&'static str>,
-    },
-    /// The text after the kind names no device.
-    #[error("{text:?} is not {syntax}")]
-    Rest {
-        /// The text.
-        text: String,
-        /// How devices of this kind are named.
-        syntax: &'static str,
-        /// The reason: an error of the crate that drives such devices, or a text.
-        source: Box<dyn Error + Send + Sync>,
-    },
-    /// Devices of this kind have no such option.
-    #[error("{kind} has no option {option:?}{others}; its options: {options}{}", meant(*nearest))]
-    NoOption {
-        /// The name of the kind.
-        kind: &'static str,
-        /// The option.
-        option: String,
-        /// Kinds that have it, in words; empty if none has.
-        others: String,
-        /// Options of this kind, with commas between them; "none".
-        options: String,
-        /// The option whose name is like it.
-        nearest: Option<&'static str>,
-    },
-    /// The value of an option is wrong.
-    #[error("the option {option} of {kind}: {why}")]
-    Value {
-        /// The name of the kind.
-        kind: &'static str,
-        /// The option.
-        option: OptionAbout,
-        /// The reason.
-        why: String,
-    },
-}
-
-fn meant(nearest: Option<&'static str>) -> String {
-    nearest.map_or(String::new(), |nearest| format!("; did you mean {nearest}?"))
-}
-
 /// Parses a name: `NAME`, `NAME:WHAT`, and either with options.
 fn parse<S: Spec>(text: &str) -> Result<S, BadDeviceSpec> {
     let rest = text.strip_prefix(S::NAME).unwrap_or_default();
     let (colon, rest) = rest.strip_prefix(':').map_or((false, rest), |rest| (true, rest));
     let options = S::options();
-    let (what, given) = split(rest, S::COMMAS, &options).map_err(|e| match e {
-        BadOption::Unknown { word } => {
-            let own: Vec<_> = options.iter().map(|option| option.about.to_string()).collect();
-            let options_of = if own.is_empty() { "none".to_owned() } else { own.join(", ") };
-            let nearest = nearest(&word, keys_of(&options));
-            BadDeviceSpec::NoOption { kind: S::NAME, option: word, others: String::new(), options: options_of, nearest }
-        }
-        BadOption::Value { option, why } => BadDeviceSpec::Value { kind: S::NAME, option, why },
-    })?;
+    let (what, given) = split(S::NAME, rest, S::COMMAS, &options)?;
     let parsed = match S::parse(what) {
         Ok(_) if colon && what.is_empty() => Err("nothing follows the colon".into()),
         parsed => parsed,

@@ -23,10 +23,9 @@ pub mod vrtd;
 #[cfg(feature = "vulkan")]
 pub mod vulkan;
 
-pub use card::CardOptions;
 pub(crate) use kind::AnySpec;
-pub use kind::{Ability, BadDeviceSpec, DeviceKind, Listed, OpenResult, Spec};
-pub use option::{OptionAbout, SpecOption};
+pub use kind::{Ability, DeviceKind, Listed, OpenResult, Spec};
+pub use option::{BadDeviceSpec, OptionAbout, SpecOption};
 
 /// Every kind of device.
 pub const KINDS: &[DeviceKind] = &[

@@ -1,10 +1,12 @@
 //! Options in the name of a device: `,key` or `,key=value`, in any order, after what the device is.
 
+use std::error::Error;
 use std::fmt::{self, Display};
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use dmalane_load::nearest;
+use thiserror::Error;
 
 use crate::size::{self, Size};
 
@@ -64,13 +66,58 @@ impl<S> SpecOption<S> {
     }
 }
 
-/// Reason why the options of a name are refused.
-#[derive(Debug, PartialEq)]
-pub(super) enum BadOption {
-    /// There is none of this name.
-    Unknown { word: String },
-    /// Its value, or that it has one, or none.
-    Value { option: OptionAbout, why: String },
+/// A text that names no device.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BadDeviceSpec {
+    /// No kind has this name.
+    #[error("{text:?} is not a device; there are {kinds}{}", meant(*nearest))]
+    Kind {
+        /// The text.
+        text: String,
+        /// How devices are named, with commas between them.
+        kinds: String,
+        /// The kind whose name is like it.
+        nearest: Option<&'static str>,
+    },
+    /// The text after the kind names no device.
+    #[error("{text:?} is not {syntax}")]
+    Rest {
+        /// The text.
+        text: String,
+        /// How devices of this kind are named.
+        syntax: &'static str,
+        /// The reason: an error of the crate that drives such devices, or a text.
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// Devices of this kind have no such option.
+    #[error("{kind} has no option {option:?}{others}; its options: {options}{}", meant(*nearest))]
+    NoOption {
+        /// The name of the kind.
+        kind: &'static str,
+        /// The option.
+        option: String,
+        /// Kinds that have it, in words; empty if none has.
+        others: String,
+        /// Options of this kind, with commas between them; "none".
+        options: String,
+        /// The option whose name is like it.
+        nearest: Option<&'static str>,
+    },
+    /// The value of an option is wrong.
+    #[error("the option {option} of {kind}: {why}")]
+    Value {
+        /// The name of the kind.
+        kind: &'static str,
+        /// The option.
+        option: OptionAbout,
+        /// The reason.
+        why: String,
+    },
+}
+
+fn meant(nearest: Option<&'static str>) -> String {
+    nearest.map_or(String::new(), |nearest| format!("; did you mean {nearest}?"))
 }
 
 /// A name without its kind: what the device is, and its options by their number, each with its value.
@@ -78,7 +125,16 @@ pub(super) type Parts<'a> = (&'a str, Vec<(usize, &'a str)>);
 
 /// Takes a name apart at each comma that one of the options follows. Other commas belong to what is before them where
 /// that may have commas: what the device is (`base`), or the value of an option.
-pub(super) fn split<'a, S>(text: &'a str, base: bool, options: &[SpecOption<S>]) -> Result<Parts<'a>, BadOption> {
+pub(super) fn split<'a, S>(
+    kind: &'static str,
+    text: &'a str,
+    base: bool,
+    options: &[SpecOption<S>],
+) -> Result<Parts<'a>, BadDeviceSpec> {
+    let bad = |number: usize, why: &str| {
+        let option = options[number].about;
+        BadDeviceSpec::Value { kind, option, why: why.to_owned() }
+    };
     let (mut what, mut given) = ("", Vec::<(usize, &str)>::new());
     let (mut number, mut rest) = (None, text);
     loop {
@@ -95,28 +151,31 @@ pub(super) fn split<'a, S>(text: &'a str, base: bool, options: &[SpecOption<S>])
         let foreign =
             words.find(|(at, word)| !allows || is_option(*at, word) || nearest(word, keys_of(options)).is_some());
         if let Some((_, word)) = foreign {
-            return Err(BadOption::Unknown { word: word.to_owned() });
+            let own: Vec<_> = options.iter().map(|option| option.about.to_string()).collect();
+            let (option, others) = (word.to_owned(), String::new());
+            let options_of = if own.is_empty() { "none".to_owned() } else { own.join(", ") };
+            let nearest = nearest(word, keys_of(options));
+            return Err(BadDeviceSpec::NoOption { kind, option, others, options: options_of, nearest });
         }
         match number {
             None => what = part,
-            Some(number) => given.push((number, value(&options[number].about, part)?)),
+            Some(number) => given.push((number, value(&options[number].about, part).map_err(|why| bad(number, why))?)),
         }
         let Some((_, found)) = next else { return Ok((what, given)) };
         if given.iter().any(|(number, _)| *number == found) || number == Some(found) {
-            return Err(BadOption::Value { option: options[found].about, why: "it is given twice".to_owned() });
+            return Err(bad(found, "it is given twice"));
         }
         (number, rest) = (Some(found), &after[1..]);
     }
 }
 
-/// The value in `key=value`.
-fn value<'a>(option: &OptionAbout, text: &'a str) -> Result<&'a str, BadOption> {
-    let bad = |why: &str| Err(BadOption::Value { option: *option, why: why.to_owned() });
+/// The value in `key=value`, or why there is none.
+fn value<'a>(option: &OptionAbout, text: &'a str) -> Result<&'a str, &'static str> {
     match (text.split_once('='), option.value.is_empty()) {
         (None, true) => Ok(""),
         (Some((_, value)), false) if !value.is_empty() => Ok(value),
-        (Some(_), true) => bad("it has no value"),
-        _ => bad("a value is missing"),
+        (Some(_), true) => Err("it has no value"),
+        _ => Err("a value is missing"),
     }
 }
 
@@ -125,7 +184,7 @@ fn key(text: &str) -> &str {
     text.split(['=', ',']).next().unwrap_or_default()
 }
 
-pub(super) fn keys_of<S>(options: &[SpecOption<S>]) -> impl Iterator<Item = &'static str> {
+fn keys_of<S>(options: &[SpecOption<S>]) -> impl Iterator<Item = &'static str> {
     options.iter().map(|option| option.about.key)
 }
 
@@ -166,7 +225,7 @@ mod tests {
 
     #[test]
     fn options_follow_commas_and_other_commas_belong_to_paths() {
-        let of = |text| split(text, true, &options()).unwrap();
+        let of = |text| split("kind", text, true, &options()).unwrap();
         assert_eq!(of(""), ("", vec![]));
         assert_eq!(of("/a,b"), ("/a,b", vec![]));
         assert_eq!(of("/a,b,direct,ddr=1"), ("/a,b", vec![(2, ""), (0, "1")]));
@@ -176,14 +235,17 @@ mod tests {
 
     #[test]
     fn wrong_options_are_named() {
-        let of = |text, base| split(text, base, &options()).unwrap_err();
-        let unknown = |word: &str| BadOption::Unknown { word: word.to_owned() };
-        assert_eq!(of("0,flat", false), unknown("flat"));
-        assert_eq!(of("0,ddr=1,flat=2", false), unknown("flat"));
-        assert_eq!(of(",", false), unknown(""));
-        assert_eq!(of("/a,b,size=1", true), unknown("size"));
-        assert_eq!(of("/a,b,dirct", true), unknown("dirct"));
-        assert_eq!(of("/a,lib=/b,dirct", true), unknown("dirct"));
+        let of = |text, base| split("kind", text, base, &options()).unwrap_err();
+        let unknown = |text, base| match of(text, base) {
+            BadDeviceSpec::NoOption { option, .. } => option,
+            other => panic!("{text}: {other}"),
+        };
+        assert_eq!(unknown("0,flat", false), "flat");
+        assert_eq!(unknown("0,ddr=1,flat=2", false), "flat");
+        assert_eq!(unknown(",", false), "");
+        assert_eq!(unknown("/a,b,size=1", true), "size");
+        assert_eq!(unknown("/a,b,dirct", true), "dirct");
+        assert_eq!(unknown("/a,lib=/b,dirct", true), "dirct");
         for (text, wrong) in [
             ("0,ddr", "a value is missing"),
             ("0,ddr=", "a value is missing"),
@@ -191,7 +253,7 @@ mod tests {
             ("0,ddr=1,direct,ddr=2", "it is given twice"),
             ("0,ddr=1,ddr=2", "it is given twice"),
         ] {
-            assert!(matches!(of(text, true), BadOption::Value { why, .. } if why == wrong), "{text}");
+            assert!(matches!(of(text, true), BadDeviceSpec::Value { why, .. } if why == wrong), "{text}");
         }
     }
 

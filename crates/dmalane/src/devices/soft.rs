@@ -8,7 +8,7 @@ use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::{Counters, IommuCounters};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
-use super::card::CardOptions;
+use super::card;
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::{SpecOption, bytes, number};
 use crate::open_options::OpenOptions;
@@ -26,54 +26,26 @@ pub const HOST_MEMORY: u64 = 16 << 40;
 /// The software card, `soft`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct SoftSpec {
-    /// Bytes of DDR, rounded up to 2 MiB.
-    pub ddr: u64,
-    /// Bytes of HBM, rounded up to 4 MiB.
-    pub hbm: u64,
-    /// DMA channels, 1 to 16.
-    pub channels: u32,
-    /// Its threads.
-    pub workers: Workers,
-    /// How scattered the frames of its host's memory are, 0 to 1.
-    pub fragmentation: f64,
-    /// Same seed, same frames.
-    pub seed: u64,
-    /// How it is driven.
-    pub card: CardOptions,
+    /// The card.
+    pub config: CardConfig,
+    /// Its host.
+    pub host: HostConfig,
+    /// How it is driven; its name is set when it is opened.
+    pub card: CardUse,
 }
 
 impl Default for SoftSpec {
     fn default() -> Self {
-        let (card, host) = (CardConfig::default(), HostConfig::default());
-        Self {
-            ddr: DDR,
-            hbm: HBM,
-            channels: card.channels,
-            workers: card.workers,
-            fragmentation: host.fragmentation,
-            seed: host.seed,
-            card: CardOptions::default(),
-        }
+        let config = CardConfig { ddr: DDR, hbm: HBM, ..CardConfig::default() };
+        let host = HostConfig { memory: HOST_MEMORY, ..HostConfig::default() };
+        Self { config, host, card: CardUse::default() }
     }
 }
 
-impl SoftSpec {
-    /// The card, with its memories rounded up to what one can have.
-    pub fn config(&self) -> CardConfig {
-        let whole = |bytes: u64, to: u64| bytes.div_ceil(to).saturating_mul(to);
-        CardConfig {
-            ddr: whole(self.ddr, 2 << 20),
-            hbm: whole(self.hbm, 4 << 20),
-            channels: self.channels,
-            workers: self.workers,
-        }
-    }
-}
-
-/// The size of a memory of the card.
-pub(super) fn memory(text: &str) -> Result<u64, String> {
+/// The size of a memory of the card, rounded up to a multiple of `unit`.
+pub(super) fn memory(text: &str, unit: u64) -> Result<u64, String> {
     match bytes(text)? {
-        bytes if bytes <= MOST => Ok(bytes),
+        bytes if bytes <= MOST => Ok(bytes.next_multiple_of(unit)),
         _ => Err(format!("a memory of the card has at most {}", Size::new(MOST))),
     }
 }
@@ -97,23 +69,23 @@ impl Spec for SoftSpec {
                 "ddr",
                 "SIZE",
                 "DDR, at most 256GiB, rounded up to 2MiB [64GiB]",
-                |spec: &mut Self, text| memory(text).map(|it| spec.ddr = it),
+                |spec: &mut Self, text| memory(text, 2 << 20).map(|it| spec.config.ddr = it),
             ),
             SpecOption::valued(
                 "hbm",
                 "SIZE",
                 "HBM in two halves, at most 256GiB, rounded up to 4MiB [32GiB]",
-                |spec: &mut Self, text| memory(text).map(|it| spec.hbm = it),
+                |spec: &mut Self, text| memory(text, 4 << 20).map(|it| spec.config.hbm = it),
             ),
             SpecOption::valued("channels", "N", "DMA channels, 1 to 16 [2]", |spec: &mut Self, text| {
-                number(text, 1..=16).map(|it| spec.channels = it)
+                number(text, 1..=16).map(|it| spec.config.channels = it)
             }),
             SpecOption::valued(
                 "workers",
                 "WHICH",
                 "threads of the card: none, one, or each for one per channel [none]",
                 |spec: &mut Self, text| {
-                    spec.workers = match text {
+                    spec.config.workers = match text {
                         "none" => Workers::Inline,
                         "one" => Workers::One,
                         "each" => Workers::PerChannel,
@@ -126,18 +98,14 @@ impl Spec for SoftSpec {
                 "fragmentation",
                 "F",
                 "fragmentation of its host's physical memory, 0 to 1 [0.5]",
-                |spec: &mut Self, text| number(text, 0.0..=1.0).map(|it| spec.fragmentation = it),
+                |spec: &mut Self, text| number(text, 0.0..=1.0).map(|it| spec.host.fragmentation = it),
             ),
-            SpecOption::valued("seed", "N", "seed of its host's physical memory [1]", |spec: &mut Self, text| {
-                text.parse().map(|it| spec.seed = it).map_err(|_| "not a whole number".to_owned())
-            }),
         ];
-        own.into_iter().chain(CardOptions::options(|spec: &mut Self| &mut spec.card)).collect()
+        own.into_iter().chain(card::options(|spec: &mut Self| &mut spec.card)).collect()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
-        let host = HostConfig { memory: HOST_MEMORY, fragmentation: self.fragmentation, seed: self.seed };
-        let (card, host): (_, SoftHost) = (self.config(), SoftHost::new(host)?);
+        let (card, host): (_, SoftHost) = (self.config, SoftHost::new(self.host)?);
         let bus = Arc::new(SoftBus::new(host, card)?);
         // Unless each channel has a thread, apparent differences between channels only reflect polling order.
         let concurrent = card.workers == Workers::PerChannel;
@@ -146,7 +114,7 @@ impl Spec for SoftSpec {
             Workers::One => ("one thread for the card", 1),
             Workers::PerChannel => ("a thread for each channel of the card", card.channels as usize),
         };
-        let used = self.card.used("software card".to_owned(), concurrent, options);
+        let used = card::used(&self.card, "software card".to_owned(), concurrent, options);
         let how = CardUse { threads: Some(threads.to_owned()), processors, ..used };
         Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || counters(&bus))))
     }

@@ -4,10 +4,10 @@ use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 
-use dmalane_card::CardDevice;
+use dmalane_card::{CardDevice, CardUse};
 use dmalane_vfio::Bdf;
 
-use super::card::CardOptions;
+use super::card;
 use super::kind::{Ability, Listed, OpenResult, Spec};
 use super::option::SpecOption;
 use crate::card_server::CARD_PCI_ID;
@@ -20,8 +20,8 @@ use crate::pci_card::open_pci_card;
 pub struct VfioSpec {
     /// Its address.
     pub bdf: Bdf,
-    /// How it is driven.
-    pub card: CardOptions,
+    /// How it is driven; its name is set when it is opened.
+    pub card: CardUse,
 }
 
 impl Spec for VfioSpec {
@@ -31,15 +31,15 @@ impl Spec for VfioSpec {
     const ABILITIES: &'static [Ability] = &[Ability::Card, Ability::NeedsDriver];
 
     fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
-        Ok(Self { bdf: what.parse()?, card: CardOptions::default() })
+        Ok(Self { bdf: what.parse()?, card: CardUse::default() })
     }
 
     fn options() -> Vec<SpecOption<Self>> {
-        CardOptions::options(|spec: &mut Self| &mut spec.card).into()
+        card::options(|spec: &mut Self| &mut spec.card).into()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
-        let how = self.card.used(format!("the card vfio:{}", self.bdf), true, options);
+        let how = card::used(&self.card, format!("the card vfio:{}", self.bdf), true, options);
         Ok(Box::new(CardDevice::open(Arc::new(open_pci_card(&self.bdf)?), how)?))
     }
 

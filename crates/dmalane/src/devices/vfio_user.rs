@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_dma::trusted_users;
 
-use super::card::CardOptions;
+use super::card;
 use super::kind::{Ability, OpenResult, Spec};
 use super::option::{SERVER_UID, SpecOption, uid};
 use crate::open_options::OpenOptions;
@@ -20,8 +20,8 @@ pub struct VfioUserSpec {
     pub socket: PathBuf,
     /// A user that may have the socket besides root and this process's.
     pub server_uid: Option<u32>,
-    /// How it is driven.
-    pub card: CardOptions,
+    /// How it is driven; its name is set when it is opened.
+    pub card: CardUse,
 }
 
 impl Spec for VfioUserSpec {
@@ -34,7 +34,7 @@ impl Spec for VfioUserSpec {
     fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
         match what {
             "" => Err("a socket is missing".into()),
-            _ => Ok(Self { socket: what.into(), server_uid: None, card: CardOptions::default() }),
+            _ => Ok(Self { socket: what.into(), server_uid: None, card: CardUse::default() }),
         }
     }
 
@@ -42,13 +42,13 @@ impl Spec for VfioUserSpec {
         let own = [SpecOption::valued("server-uid", "UID", SERVER_UID, |spec: &mut Self, text| {
             uid(text).map(|it| spec.server_uid = Some(it))
         })];
-        own.into_iter().chain(CardOptions::options(|spec: &mut Self| &mut spec.card)).collect()
+        own.into_iter().chain(card::options(|spec: &mut Self| &mut spec.card)).collect()
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
         let trusted: Vec<u32> = trusted_users().into_iter().chain(self.server_uid).collect();
         let bus = connect_pci_card(&self.socket, &trusted)?;
-        let used = self.card.used(format!("the card vfio-user:{}", self.socket.display()), true, options);
+        let used = card::used(&self.card, format!("the card vfio-user:{}", self.socket.display()), true, options);
         Ok(Box::new(CardDevice::open(Arc::new(bus), CardUse { processors: 1, ..used })?))
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use dmalane::dma::AnonHeap;
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::{Difference, Error, Input, Manifest, RegionKind};
+use dmalane::load::{Difference, Error, Input, Manifest, Problem, RegionKind};
 use dmalane::{FileOptions, Placement, ReadOptions, error_chain, open_file};
 
 /// xorshift64.
@@ -57,6 +57,10 @@ fn manifest(paths: &[PathBuf]) -> Manifest {
     made
 }
 
+fn differs(file: &str, problem: Problem) -> Difference {
+    Difference { file: file.to_owned(), problem }
+}
+
 fn verify(manifest: &Manifest, paths: &[PathBuf]) -> Vec<Difference> {
     manifest.verify(&mut open(paths), true, &mut |_| ControlFlow::Continue(())).unwrap()
 }
@@ -89,7 +93,7 @@ fn a_thousand_flipped_bits_are_found_and_named() {
         on_disk.read_exact_at(&mut byte, at).unwrap();
         on_disk.write_all_at(&[byte[0] ^ 1 << random.below(8)], at).unwrap();
         let (start, end, part) = (hit.start, hit.end, hit.part.clone());
-        assert_eq!(verify(&manifest, &paths), [Difference::Changed { file: file.name.clone(), part, start, end }]);
+        assert_eq!(verify(&manifest, &paths), [differs(&file.name, Problem::Changed { part, start, end })]);
         on_disk.write_all_at(&byte, at).unwrap();
     }
     assert_eq!(verify(&manifest, &paths), []);
@@ -109,7 +113,7 @@ fn other_lengths_and_other_files_are_named() {
         [(0, RegionKind::Header), (7, RegionKind::Header), (tensor.start as usize + 99, tensor.part.clone())]
     {
         fs::write(&paths[0], &bytes[..len]).unwrap();
-        let short = Difference::Short { file: "a.safetensors".into(), expected: 100_000, found: len as u64, part };
+        let short = differs("a.safetensors", Problem::Short { expected: 100_000, found: len as u64, part });
         assert_eq!(verify(&manifest, &paths), [short]);
     }
     // The bytes that are there are compared all the same.
@@ -130,7 +134,7 @@ fn other_lengths_and_other_files_are_named() {
     sample(&other, 100_000);
     assert_eq!(
         verify(&manifest, &[other, paths[0].clone()]),
-        [Difference::Unlisted { file: "c.safetensors".into() }, Difference::Missing { file: "b.safetensors".into() }]
+        [differs("c.safetensors", Problem::Unlisted), differs("b.safetensors", Problem::Missing)]
     );
     let twice = [paths[0].clone(), folder.path().join("./a.safetensors")];
     let error = Manifest::of(&mut open(&twice), false, &mut |_| ControlFlow::Continue(())).unwrap_err();

@@ -13,14 +13,14 @@ use dmalane::device::{AddressSpace, Device, DeviceInfo, MemoryError, Region, Spa
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar, VolatileSlice};
 use dmalane::file::{Fallback, FileQueue, Mode};
 use dmalane::load::fill::FillOptions;
-use dmalane::load::{DriveOptions, Error, Input, Manifest, OpenDevice, Placement, write_sample};
+use dmalane::load::{DriveOptions, Error, Input, Manifest, OpenDevice, Placement, Select, write_sample};
 use dmalane::queue::{
     AddressPolicy, Capabilities, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
     Refusal, Refused, Split, StopReason, Ticket,
 };
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane::vm::BindRequest;
-use dmalane::{FileOptions, error_chain, open_file};
+use dmalane::{FileOptions, HostModel, ModelOptions, error_chain, open_file};
 
 const MIB: u64 = 1 << 20;
 
@@ -718,9 +718,11 @@ fn the_reference_of_a_part_reads_what_the_load_reads() {
         let mut drive = drive(2 * MIB);
         drive.fill.checksum = checksum;
         let mut soft = Soft::open(Config { drive, ..Config::default() });
-        let mut inputs = [open(&path)];
-        let first = inputs[0].source.model().unwrap().tensors[0].name.clone();
-        inputs[0].source.select(Some(Arc::new(move |name| name == first)));
+        let first = open(&path).source.model().unwrap().tensors[0].name.clone();
+        let select: Select = Arc::new(move |name| name == first);
+        let model = HostModel::open([&path], ModelOptions { select: Some(select), ..ModelOptions::default() }).unwrap();
+        let file = model.files()[0].open().unwrap();
+        let mut inputs = [file.into_input(FileOptions::default()).unwrap()];
         let read = |inputs: &[Input<FileQueue>]| -> u64 {
             let moved = inputs[0].more.iter().chain([&inputs[0].queue]).map(FileQueue::moved);
             moved.map(|moved| moved.buffered + moved.direct).sum()

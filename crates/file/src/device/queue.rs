@@ -260,8 +260,9 @@ impl Queue for FileDeviceQueue {
     }
 }
 
-impl std::fmt::Debug for FileDeviceQueue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileDeviceQueue({}, {} in flight)", self.device.paths.h2c.display(), self.ops.len())
-    }
-}
+dmalane_dma::debug_as!(
+    FileDeviceQueue,
+    |it| "FileDeviceQueue({}, {} in flight)",
+    it.device.paths.h2c.display(),
+    it.ops.len()
+);

@@ -191,6 +191,7 @@ fn what_is_not_a_file_is_named() {
     let fifo = dir.path().join("fifo");
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
     assert!(matches!(open(&fifo), Error::NotAFile { kind: "FIFO", .. }), "and does not wait for a writer");
+    assert!(FileHandle::open(&fifo).is_ok(), "nor does this");
     let missing = dir.path().join("missing");
     let e = open(&missing);
     assert!(

@@ -1,6 +1,5 @@
 //! Contents of a file, and its kind.
 
-use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -62,11 +61,7 @@ impl PartialEq for Container {
 
 impl Eq for Container {}
 
-impl fmt::Debug for Container {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name)
-    }
-}
+dmalane_dma::debug_as!(Container, |it| "{}", it.name);
 
 /// Contents of a file.
 #[derive(Clone, PartialEq, Eq, Debug)]

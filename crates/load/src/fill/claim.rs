@@ -16,27 +16,18 @@ use super::watch::Event;
 use crate::clock::Clocks;
 use crate::stage::Stage;
 
-/// The answer of [`State::claim`].
-pub(super) enum Claimed {
-    /// The reads into a new chunk; none where its bytes were in memory already.
-    Reads(Vec<Read>),
-    /// There will be memory when the sink has given some back, or when bytes that were read ahead are sent on.
-    Later,
-    /// Everything was taken, or the job failed.
-    Nothing,
-}
-
 impl State<'_, '_> {
-    /// Takes the next chunk, makes it present and cuts it into reads. The worker has at most `depth` reads in flight.
-    pub fn claim(&self, depth: usize, clocks: &mut Clocks) -> Claimed {
+    /// Takes the next chunk, makes it present and cuts it into reads: none where its bytes were in memory already. The
+    /// worker has at most `depth` reads in flight.
+    pub fn claim(&self, depth: usize, clocks: &mut Clocks) -> Taken<Vec<Read>> {
         let claimed = self.supply.take(depth, self.device_is_full(), clocks).and_then(|taken| match taken {
-            Taken::Chunk(chunk) => self.begin(chunk, clocks).map(Claimed::Reads),
-            Taken::Later => Ok(Claimed::Later),
-            Taken::Nothing => Ok(Claimed::Nothing),
+            Taken::Chunk(chunk) => self.begin(chunk, clocks).map(Taken::Chunk),
+            Taken::Later => Ok(Taken::Later),
+            Taken::Nothing => Ok(Taken::Nothing),
         });
         claimed.unwrap_or_else(|failed| {
             self.fail(failed);
-            Claimed::Nothing
+            Taken::Nothing
         })
     }
 
@@ -50,9 +41,8 @@ impl State<'_, '_> {
             ChunkMemory::Slot(fragment) => return Ok(self.cut(fragment, extents)),
             ChunkMemory::InPlace(fragment) => {
                 self.reading();
-                // The chunk is a part of the last of them.
-                let (extent, len) = (extents.last().map_or(0, |(extent, _)| *extent), fragment.slice.len());
-                self.filled(fragment, extent, len);
+                let len = fragment.slice.len();
+                self.filled(fragment, len);
                 return Ok(Vec::new());
             }
             ChunkMemory::Absent(absent, place) => (absent, place),
@@ -61,9 +51,9 @@ impl State<'_, '_> {
         let failed = |error| ((buffer, offset), error);
         let absent = match self.fill_cached(absent, buffer, extents, clocks) {
             Err(absent) => absent,
-            Ok((slice, extent, len)) => {
+            Ok((slice, len)) => {
                 self.supply.give_back(place);
-                self.filled(self.present(buffer, slice), extent, len);
+                self.filled(self.present(buffer, slice), len);
                 return Ok(Vec::new());
             }
         };
@@ -79,16 +69,16 @@ impl State<'_, '_> {
         Ok(self.cut(rest, extents))
     }
 
-    /// Fills a chunk that is all of one extent from what is cached, and returns it with the extent and how many bytes
-    /// of it that was; or returns the chunk as it was.
+    /// Fills a chunk that is all of one extent from what is cached, and returns it with how many bytes of it that was;
+    /// or returns the chunk as it was.
     fn fill_cached(
         &self,
         absent: Absent,
         buffer: usize,
-        extents: &[(usize, Extent)],
+        extents: &[Extent],
         clocks: &mut Clocks,
-    ) -> Result<(BufferSlice, usize, usize), Absent> {
-        let (Some(cached), [(extent, e)]) = (self.cached, extents) else { return Err(absent) };
+    ) -> Result<(BufferSlice, usize), Absent> {
+        let (Some(cached), [e]) = (self.cached, extents) else { return Err(absent) };
         let offset = absent.offset();
         // Memory that was used before may be longer than the buffer.
         let len = absent.len().min((self.lens[buffer] as usize).saturating_sub(offset));
@@ -100,7 +90,7 @@ impl State<'_, '_> {
         let slice = clocks.time(Stage::Read, || cached.fill(absent, e.source, at, len))?;
         lock(&self.progress).first_read.get_or_insert(begin);
         clocks.bytes(Stage::Read, len as u64);
-        Ok((slice, *extent, len))
+        Ok((slice, len))
     }
 
     /// Memory of a landing place for a chunk, if it has one and anything is read into it; else returns the chunk.
@@ -109,7 +99,7 @@ impl State<'_, '_> {
         absent: Absent,
         buffer: usize,
         place: Option<Place>,
-        extents: &[(usize, Extent)],
+        extents: &[Extent],
         clocks: &mut Clocks,
     ) -> Result<Fragment, Absent> {
         let offset = absent.offset();
@@ -117,7 +107,7 @@ impl State<'_, '_> {
             // Bytes that nobody reads are zero as soon as they are present.
             (Some(landing), Some(place)) if !extents.is_empty() => {
                 let (slice, landed) = clocks.time(Stage::Allocate, || landing.begin(place, absent, buffer))?;
-                let tag = Tag { buffer, offset, extent: None, slot: None, via: None, landed: Some(landed) };
+                let tag = Tag { buffer, offset, is_read: false, slot: None, via: None, landed: Some(landed) };
                 Ok(Fragment { tag, slice })
             }
             (_, place) => {
@@ -128,10 +118,10 @@ impl State<'_, '_> {
     }
 
     /// Takes a chunk of which the first `len` bytes are those of an extent.
-    fn filled(&self, mut rest: Fragment, extent: usize, len: usize) {
+    fn filled(&self, mut rest: Fragment, len: usize) {
         let end = rest.end();
         if let Some(mut front) = rest.split_off_front(len) {
-            front.tag.extent = Some(extent);
+            front.tag.is_read = true;
             self.supply.unsent.fetch_add(1, Ordering::Relaxed);
             self.arrived(front);
         }
@@ -139,10 +129,10 @@ impl State<'_, '_> {
     }
 
     /// Cuts a chunk into reads. Bytes that nobody reads have arrived already.
-    fn cut(&self, mut rest: Fragment, extents: &[(usize, Extent)]) -> Vec<Read> {
+    fn cut(&self, mut rest: Fragment, extents: &[Extent]) -> Vec<Read> {
         let (end, block) = (rest.end(), self.supply.block);
         let mut reads = Vec::new();
-        for (extent, e) in extents {
+        for e in extents {
             // Both fit: a job's buffers are no larger than the address space.
             let (to, until) = (e.to as usize, (e.to + e.len) as usize);
             if until <= rest.tag.offset {
@@ -154,7 +144,7 @@ impl State<'_, '_> {
                 // Reads end where blocks of the buffer end, so that they stay aligned as they are.
                 let len = (until.min(end) - rest.tag.offset).min(block - rest.tag.offset % block);
                 let Some(mut fragment) = rest.split_off_front(len) else { break };
-                fragment.tag.extent = Some(*extent);
+                fragment.tag.is_read = true;
                 reads.push(Read { source: e.source, at, fragment });
             }
         }
@@ -167,7 +157,7 @@ impl State<'_, '_> {
     fn present(&self, buffer: usize, slice: BufferSlice) -> Fragment {
         let (offset, len, reference) = (slice.offset(), slice.len() as u64, slice.reference());
         self.tell(Event::Allocated { buffer, offset: offset as u64, len, reference });
-        Fragment { tag: Tag { buffer, offset, extent: None, slot: None, via: None, landed: None }, slice }
+        Fragment { tag: Tag { buffer, offset, is_read: false, slot: None, via: None, landed: None }, slice }
     }
 
     /// The bytes before `to` belong to no extent: they are zero.
@@ -190,7 +180,7 @@ impl State<'_, '_> {
         let Some(landing) = &self.supply.landing else { return false };
         let Some(mut full) = landing.full() else { return false };
         let (buffer, offset, len) = (full.buffer, full.absent.offset(), full.absent.len());
-        let extents = std::mem::take(&mut full.extents);
+        let slices = std::mem::take(&mut full.slices);
         let copied = clocks.time(Stage::Allocate, || landing.copy(full));
         clocks.bytes(Stage::Allocate, len as u64);
         let mut rest = match copied {
@@ -200,10 +190,10 @@ impl State<'_, '_> {
                 return true;
             }
         };
-        for (extent, len) in extents {
+        for (is_read, len) in slices {
             let Some(mut front) = rest.split_off_front(len) else { break };
-            front.tag.extent = extent;
-            if extent.is_some() { self.arrived(front) } else { self.settle(front) }
+            front.tag.is_read = is_read;
+            if is_read { self.arrived(front) } else { self.settle(front) }
         }
         true
     }

@@ -20,8 +20,8 @@ pub(super) struct Tag {
     pub buffer: usize,
     /// From where on in the buffer.
     pub offset: usize,
-    /// The extent that they are of, if any.
-    pub extent: Option<usize>,
+    /// Whether they are of an extent, and read; all others are zero.
+    pub is_read: bool,
     /// The slot that the memory goes back to, of staging memory; none of memory that is the source's own.
     pub slot: Option<usize>,
     /// The registration of the memory.

@@ -11,7 +11,7 @@ pub struct Extent {
     pub source: usize,
     /// Offset in it of the first byte.
     pub at: FileOffset,
-    /// Bytes; an extent of none is complete from the start.
+    /// Bytes.
     pub len: u64,
     /// Which buffer.
     pub buffer: usize,
@@ -42,11 +42,11 @@ impl Job {
     }
 
     /// For each buffer its extents that are not empty, in the order of their destinations.
-    pub(super) fn by_buffer(&self, sources: usize) -> Result<Vec<Vec<(usize, Extent)>>, FillError> {
+    pub(super) fn by_buffer(&self, sources: usize) -> Result<Vec<Vec<Extent>>, FillError> {
         if let Some(len) = self.buffers.iter().find(|len| isize::try_from(**len).is_err()) {
             return Err(FillError::too_large(*len));
         }
-        let mut sorted: Vec<Vec<(usize, Extent)>> = vec![Vec::new(); self.buffers.len()];
+        let mut sorted: Vec<Vec<Extent>> = vec![Vec::new(); self.buffers.len()];
         for (extent, e) in self.extents.iter().enumerate() {
             if e.source >= sources {
                 let text = format!("extent {extent} is of source {}, and there are {sources}", e.source);
@@ -61,17 +61,14 @@ impl Job {
                 return Err(FillError::Job(text));
             }
             if e.len > 0 {
-                sorted[e.buffer].push((extent, *e));
+                sorted[e.buffer].push(*e);
             }
         }
         for extents in &mut sorted {
-            extents.sort_by_key(|(_, e)| e.to);
-            for pair in extents.windows(2) {
-                if let [(first, a), (second, b)] = pair
-                    && a.to + a.len > b.to
-                {
-                    return Err(FillError::Job(format!("extents {first} and {second} overlap in their buffer")));
-                }
+            extents.sort_by_key(|e| e.to);
+            let overlaps = extents.windows(2).find(|pair| pair[0].to + pair[0].len > pair[1].to);
+            if let Some([_, Extent { buffer, to, .. }]) = overlaps {
+                return Err(FillError::Job(format!("extents overlap at byte {to} of buffer {buffer}")));
             }
         }
         Ok(sorted)

@@ -51,8 +51,8 @@ pub(super) struct Landed(Mutex<Parts>);
 struct Parts {
     absent: Option<Absent>,
     buffer: usize,
-    /// What has arrived: its offset in the buffer, the extent that it is of, if any, and its memory.
-    slices: Vec<(usize, Option<usize>, BufferSlice)>,
+    /// What has arrived: its offset in the buffer, whether it was read, and its memory.
+    slices: Vec<(usize, bool, BufferSlice)>,
     /// Bytes that have not arrived.
     missing: usize,
     /// The rest of the landing place, behind the chunk.
@@ -64,8 +64,8 @@ pub(super) struct Full {
     /// Where they belong, and in which buffer.
     pub absent: Absent,
     pub buffer: usize,
-    /// The extents that its slices are of, front to back, and bytes of each slice.
-    pub extents: Vec<(Option<usize>, usize)>,
+    /// Its slices, front to back: whether each was read, and its bytes.
+    pub slices: Vec<(bool, usize)>,
     from: BufferSlice,
     rest: BufferSlice,
 }
@@ -127,8 +127,8 @@ impl Landing {
     }
 
     /// Takes a slice of a chunk that has arrived; a chunk that has landed as a whole is the next one to be copied.
-    pub fn add(&self, landed: &Landed, offset: usize, extent: Option<usize>, slice: BufferSlice) {
-        if let Some(full) = landed.add(offset, extent, slice) {
+    pub fn add(&self, landed: &Landed, offset: usize, is_read: bool, slice: BufferSlice) {
+        if let Some(full) = landed.add(offset, is_read, slice) {
             lock(&self.full).push_back(full);
         }
     }
@@ -157,10 +157,10 @@ impl Landing {
 
 impl Landed {
     /// Takes a slice that has arrived; the chunk, if that was the last one.
-    fn add(&self, offset: usize, extent: Option<usize>, slice: BufferSlice) -> Option<Full> {
+    fn add(&self, offset: usize, is_read: bool, slice: BufferSlice) -> Option<Full> {
         let mut parts = lock(&self.0);
         parts.missing = parts.missing.saturating_sub(slice.len());
-        parts.slices.push((offset, extent, slice));
+        parts.slices.push((offset, is_read, slice));
         if parts.missing > 0 {
             return None;
         }
@@ -168,10 +168,10 @@ impl Landed {
         slices.sort_by_key(|(offset, ..)| *offset);
         let left = parts.rest.len();
         let (absent, rest) = (parts.absent.take()?, parts.rest.split_off_front(left)?);
-        let (extents, slices): (Vec<_>, Vec<_>) =
-            slices.into_iter().map(|(_, extent, slice)| ((extent, slice.len()), Some(slice))).unzip();
-        let from = slices.into_iter().reduce(|a, b| a?.join(b?).ok()).flatten()?;
-        Some(Full { absent, buffer: parts.buffer, extents, from, rest })
+        let (slices, memory): (Vec<_>, Vec<_>) =
+            slices.into_iter().map(|(_, is_read, slice)| ((is_read, slice.len()), Some(slice))).unzip();
+        let from = memory.into_iter().reduce(|a, b| a?.join(b?).ok()).flatten()?;
+        Some(Full { absent, buffer: parts.buffer, slices, from, rest })
     }
 }
 

@@ -10,8 +10,6 @@ use super::order::Order;
 /// How far a job is. All of it is behind one lock.
 pub(super) struct Progress {
     pub order: Order,
-    /// Bytes of each extent that have not arrived, or that the sink is not done with.
-    missing: Vec<u64>,
     /// Bytes that have arrived.
     pub done: u64,
     /// Bytes that have arrived and that the device does not have yet.
@@ -29,7 +27,6 @@ impl Progress {
     pub fn new(job: &Job, options: &FillOptions) -> Self {
         Self {
             order: Order::new(&job.buffers, options),
-            missing: job.extents.iter().map(|e| e.len).collect(),
             done: 0,
             undelivered: 0,
             handed_on: 0,
@@ -37,12 +34,6 @@ impl Progress {
             failed: None,
             first_read: None,
         }
-    }
-
-    /// Counts bytes of an extent; true when they were the last.
-    pub fn have(&mut self, extent: usize, len: u64) -> bool {
-        self.missing[extent] -= len;
-        self.missing[extent] == 0
     }
 
     /// Notes a failure, unless one was noted that lies before it.

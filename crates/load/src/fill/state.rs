@@ -100,7 +100,7 @@ impl<'a, 'w> State<'a, 'w> {
             return Err(FillError::Job(text));
         }
         let total = job.bytes();
-        let state = Self {
+        Ok(Self {
             options,
             deadline: options.time_limit.and_then(|limit| start.checked_add(limit)),
             lens: &job.buffers,
@@ -113,13 +113,7 @@ impl<'a, 'w> State<'a, 'w> {
             device: device.map(|to| DeviceSink::new(to, options, start)),
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
-        };
-        for (extent, e) in job.extents.iter().enumerate() {
-            if e.len == 0 {
-                state.tell(Event::Complete { extent });
-            }
-        }
-        Ok(state)
+        })
     }
 
     /// Whether to give up, checking the deadline.
@@ -164,27 +158,21 @@ impl<'a, 'w> State<'a, 'w> {
         if fragment.tag.landed.is_some() {
             return self.landed(fragment);
         }
-        let Tag { buffer, offset, extent, .. } = fragment.tag;
+        let Tag { buffer, offset, .. } = fragment.tag;
         let len = fragment.slice.len() as u64;
-        // Held from here on, so that workers tell events in the order in which they count bytes.
-        let mut watch = lock(&self.watch);
-        let complete = {
-            let mut progress = lock(&self.progress);
-            progress.done += len;
-            extent.filter(|extent| self.device.is_none() && progress.have(*extent, len))
-        };
-        self.tell_to(&mut **watch, Event::Arrived { buffer, offset: offset as u64, len });
-        if let Some(extent) = complete {
-            self.tell_to(&mut **watch, Event::Complete { extent });
+        {
+            // Held from here on, so that workers tell events in the order in which they count bytes.
+            let mut watch = lock(&self.watch);
+            lock(&self.progress).done += len;
+            self.tell_to(&mut **watch, Event::Arrived { buffer, offset: offset as u64, len });
         }
-        drop(watch);
         self.settle(fragment);
     }
 
     /// Takes a fragment in its landing place, which is copied with its chunk.
     pub fn landed(&self, Fragment { tag, slice }: Fragment) {
         if let (Some(landing), Some(landed)) = (&self.supply.landing, &tag.landed) {
-            landing.add(landed, tag.offset, tag.extent, slice);
+            landing.add(landed, tag.offset, tag.is_read, slice);
         }
     }
 
@@ -206,7 +194,7 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Hands a fragment to the sink.
     pub fn send(&self, fragment: Fragment) {
-        if fragment.tag.extent.is_some() {
+        if fragment.tag.is_read {
             self.supply.unsent.fetch_sub(1, Ordering::Relaxed);
         }
         match &self.device {
@@ -236,19 +224,13 @@ impl<'a, 'w> State<'a, 'w> {
         }
         let any = !back.is_empty();
         for (fragment, moved) in back {
-            let Tag { buffer, offset, extent, .. } = fragment.tag;
+            let Tag { buffer, offset, .. } = fragment.tag;
             let len = fragment.slice.len() as u64;
             let mut watch = lock(&self.watch);
-            let mut progress = lock(&self.progress);
-            let complete = extent.filter(|extent| progress.have(*extent, len));
-            progress.undelivered -= len;
-            drop(progress);
+            lock(&self.progress).undelivered -= len;
             self.keep(fragment);
             if moved {
                 self.tell_to(&mut **watch, Event::OnDevice { buffer, offset: offset as u64, len });
-            }
-            if let Some(extent) = complete {
-                self.tell_to(&mut **watch, Event::Complete { extent });
             }
         }
         any

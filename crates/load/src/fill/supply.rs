@@ -25,7 +25,7 @@ pub(super) struct Supply<'a> {
     pub block: usize,
     lens: &'a [u64],
     /// For each buffer its extents, in the order of their destinations.
-    plan: Vec<Vec<(usize, Extent)>>,
+    plan: Vec<Vec<Extent>>,
     rest: Mutex<Rest<'a>>,
     /// The memory stays; else it is that of slots.
     pub stays: bool,
@@ -55,12 +55,12 @@ enum Pages<'a> {
     Staging(&'a mut Staging, usize),
 }
 
-/// The answer of [`Supply::take`].
-pub(super) enum Taken<'s> {
-    Chunk(Chunk<'s>),
+/// The answer of [`Supply::take`]: a chunk as `C`.
+pub(super) enum Taken<C> {
+    Chunk(C),
     /// There will be memory when some was given back, or when bytes that were read ahead are sent on.
     Later,
-    /// Everything was taken.
+    /// Everything was taken, or the job failed.
     Nothing,
 }
 
@@ -69,8 +69,8 @@ pub(super) struct Chunk<'s> {
     pub buffer: usize,
     /// Where it ends in the buffer.
     pub end: usize,
-    /// The extents that lie in it, or partly so, with their numbers.
-    pub extents: &'s [(usize, Extent)],
+    /// The extents that lie in it, or partly so.
+    pub extents: &'s [Extent],
     pub memory: ChunkMemory,
 }
 
@@ -87,12 +87,7 @@ const AHEAD: usize = 8;
 
 impl<'a> Supply<'a> {
     /// Memory of staging buffers. `plan` has the extents of each buffer.
-    pub fn of_staging(
-        staging: &'a mut Staging,
-        job: &'a Job,
-        plan: Vec<Vec<(usize, Extent)>>,
-        options: &FillOptions,
-    ) -> Self {
+    pub fn of_staging(staging: &'a mut Staging, job: &'a Job, plan: Vec<Vec<Extent>>, options: &FillOptions) -> Self {
         let fresh = vec![false; job.buffers.len()];
         // A slot is free at once, so there is no point in taking one before there is room to read into it.
         Self { chunk: 1, ..Self::new(Pages::Staging(staging, 0), fresh, job, plan, options) }
@@ -102,7 +97,7 @@ impl<'a> Supply<'a> {
     pub fn of_buffers(
         memory: BufferMemory<'a>,
         job: &'a Job,
-        plan: Vec<Vec<(usize, Extent)>>,
+        plan: Vec<Vec<Extent>>,
         options: &FillOptions,
     ) -> Result<Self, FillError> {
         let mut reserved = Vec::new();
@@ -119,13 +114,7 @@ impl<'a> Supply<'a> {
         Ok(Self { landing, stays: true, ..Self::new(Pages::Buffers(reserved), fresh, job, plan, options) })
     }
 
-    fn new(
-        pages: Pages<'a>,
-        fresh: Vec<bool>,
-        job: &'a Job,
-        plan: Vec<Vec<(usize, Extent)>>,
-        options: &FillOptions,
-    ) -> Self {
+    fn new(pages: Pages<'a>, fresh: Vec<bool>, job: &'a Job, plan: Vec<Vec<Extent>>, options: &FillOptions) -> Self {
         let first = options.chunk < job.bytes();
         Self {
             chunk: whole_pages(options.chunk),
@@ -160,7 +149,7 @@ impl<'a> Supply<'a> {
 
     /// Takes the next chunk. The worker has at most `depth` reads in flight. Bytes that need no read are taken when the
     /// device is not `full`, so that they count as read when it is their turn.
-    pub fn take(&self, depth: usize, full: bool, clocks: &mut Clocks) -> Result<Taken<'_>, Failed> {
+    pub fn take(&self, depth: usize, full: bool, clocks: &mut Clocks) -> Result<Taken<Chunk<'_>>, Failed> {
         let mut rest = lock(&self.rest);
         let Rest { pages, buffer: next, extent, first } = &mut *rest;
         let (buffer, memory, end) = loop {
@@ -191,7 +180,7 @@ impl<'a> Supply<'a> {
                 Pages::Staging(staging, at) => match self.in_place(buffer, *extent, *at, staging) {
                     Some(_) if full => return Ok(Taken::Later),
                     Some((slice, via)) => {
-                        let tag = Tag { buffer, offset: *at, extent: None, slot: None, via: Some(via), landed: None };
+                        let tag = Tag { buffer, offset: *at, is_read: false, slot: None, via: Some(via), landed: None };
                         *at += slice.len();
                         Some((*at, ChunkMemory::InPlace(Fragment { tag, slice })))
                     }
@@ -200,7 +189,7 @@ impl<'a> Supply<'a> {
                         let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
                         let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Taken::Later) };
                         let (slot, via) = (Some(slot), Some(via));
-                        let tag = Tag { buffer, offset: *at, extent: None, slot, via, landed: None };
+                        let tag = Tag { buffer, offset: *at, is_read: false, slot, via, landed: None };
                         *at += slice.len();
                         Some((*at, ChunkMemory::Slot(Fragment { tag, slice })))
                     }
@@ -212,7 +201,7 @@ impl<'a> Supply<'a> {
             }
         };
         let begin = *extent;
-        let more = self.plan[buffer][begin..].partition_point(|(_, e)| e.to < end as u64);
+        let more = self.plan[buffer][begin..].partition_point(|e| e.to < end as u64);
         // The last extent may go on in the next chunk.
         *extent = (begin + more).saturating_sub(1).max(begin);
         drop(rest);
@@ -229,7 +218,7 @@ impl<'a> Supply<'a> {
         staging: &Staging,
     ) -> Option<(BufferSlice, Registered)> {
         let at = at as u64;
-        let (_, e) = self.plan[buffer][extent..].iter().find(|(_, e)| e.to + e.len > at)?;
+        let e = self.plan[buffer][extent..].iter().find(|e| e.to + e.len > at)?;
         let within = at.checked_sub(e.to)?;
         staging.in_place(e.source, e.at.bits() + within, e.len - within)
     }

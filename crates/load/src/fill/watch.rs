@@ -39,11 +39,6 @@ pub enum Event {
         /// Bytes.
         len: u64,
     },
-    /// All bytes of an extent have arrived, and the device has those that go to one.
-    Complete {
-        /// Its place in [`Job::extents`](super::Job::extents).
-        extent: usize,
-    },
 }
 
 /// Called with every [`Event`] in order; may stop the job. Runs on the worker that an event happens on, one call at a

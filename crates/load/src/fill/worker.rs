@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
-use super::claim::Claimed;
 use super::depth::Depth;
 use super::error::{FillError, not_submitted};
 use super::fragment::{Fragment, Read, Tag};
 use super::state::{POLL_INTERVAL, State};
+use super::supply::Taken;
 use crate::clock::Clocks;
 use crate::stage::Stage;
 
@@ -92,14 +92,14 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             }
             match self.state.claim(self.depth.limit(), &mut self.clocks) {
                 // It was filled from memory, and is to be hashed while it is in the processor's cache.
-                Claimed::Reads(reads) if reads.is_empty() => return (true, false),
-                Claimed::Reads(reads) => {
+                Taken::Chunk(reads) if reads.is_empty() => return (true, false),
+                Taken::Chunk(reads) => {
                     claimed = true;
                     self.waiting_bytes += reads.iter().map(|read| read.fragment.slice.len()).sum::<usize>();
                     self.waiting.extend(reads);
                 }
-                Claimed::Later => return (claimed, true),
-                Claimed::Nothing => return (claimed, false),
+                Taken::Later => return (claimed, true),
+                Taken::Nothing => return (claimed, false),
             }
         }
     }

@@ -5,10 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dmalane_dma::{check_peer, receive_with_fds, send_with_fds, trusted_users};
+use dmalane_dma::{check_peer, connect_seqpacket, receive_with_fds, send_with_fds, trusted_users};
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{RecvFlags, SendFlags};
 
 use super::describe::{KeptEntry, KeptModel};
 use super::error::KeepError;
@@ -124,13 +123,7 @@ impl KeeperClient {
     /// [`KeepError::NoKeeper`], [`KeepError::Peer`].
     pub fn connect(path: &Path) -> Result<Self, KeepError> {
         let failed = |e: Errno| KeepError::NoKeeper { path: path.to_owned(), source: e.into() };
-        let address = SocketAddrUnix::new(path).map_err(failed)?;
-        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
-        let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).map_err(failed)?;
-        for timeout in [Timeout::Recv, Timeout::Send] {
-            set_socket_timeout(&socket, timeout, Some(TIMEOUT)).map_err(failed)?;
-        }
-        rustix::net::connect(&socket, &address).map_err(failed)?;
+        let socket = connect_seqpacket(path, Some(TIMEOUT), Some(TIMEOUT)).map_err(failed)?;
         check_peer(&socket, &trusted_users())?;
         Ok(Self { socket, path: path.to_owned() })
     }

@@ -107,8 +107,4 @@ impl Drop for RegisteredFiles {
     }
 }
 
-impl std::fmt::Debug for KeptFile {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("KeptFile").field("path", &self.handle.path()).field("len", &self.len).finish()
-    }
-}
+dmalane_dma::debug_as!(KeptFile, |it| "KeptFile({}, {} bytes)", it.handle.path().display(), it.len);

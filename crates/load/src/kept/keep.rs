@@ -100,34 +100,13 @@ impl KeepOptions {
 }
 
 /// Reads the files of a model into sealed memory, hashes them, and gives them to a keeper. The room is asked for first.
+/// Memory of a `device` is compared with the hashes of the files once they are there ([`KeeperClient::attach_onto`]).
 /// Returns the model, and the hash of another one of its name, if it takes the place of one.
 ///
 /// # Errors
-/// [`Error`]; [`Error::Kept`] where the keeper refuses.
+/// [`Error`]; [`Error::Kept`] where the keeper refuses, where the device cannot lend its memory, where that is full
+/// ([`KeepError::DeviceFull`]), and for models in it that are to be shared.
 pub fn keep<P: AsRef<Path>>(
-    paths: impl IntoIterator<Item = P>,
-    options: &KeepOptions,
-    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<(KeptModel, Option<String>), Error> {
-    keep_in(None, paths, options, watch)
-}
-
-/// As [`keep`], into memory of a device, for [`KeeperClient::attach_onto`]. It is compared with the
-/// hashes of the files once it is there.
-///
-/// # Errors
-/// [`Error`]; [`Error::Kept`] where the device cannot lend its memory, where that is full
-/// ([`KeepError::DeviceFull`]), and for models that are to be shared.
-pub fn keep_on<P: AsRef<Path>>(
-    device: &mut OpenDevice,
-    paths: impl IntoIterator<Item = P>,
-    options: &KeepOptions,
-    watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<(KeptModel, Option<String>), Error> {
-    keep_in(Some(device), paths, options, watch)
-}
-
-fn keep_in<P: AsRef<Path>>(
     device: Option<&mut OpenDevice>,
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
@@ -151,34 +130,29 @@ pub fn attach_or_keep<P: AsRef<Path>>(
     options: &KeepOptions,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<Attached, Error> {
-    Ok(Attached::new(lent_or_kept(None, paths, options, watch)?)?)
+    let wanted = Wanted::new(None, paths, options)?;
+    let lent = wanted.lent(&wanted.name)?;
+    Ok(Attached::new(lent.map_or_else(|| wanted.keep(None, watch), Ok)?)?)
 }
 
-/// As [`attach_or_keep`], in memory of a device ([`keep_on`]), as [`KeeperClient::attach_onto`].
+/// As [`attach_or_keep`], in memory of a device, as [`KeeperClient::attach_onto`]; `None` if there is no such model,
+/// and it is not to be kept first.
 ///
 /// # Errors
-/// As of [`keep_on`], and of [`KeeperClient::attach_onto`].
+/// As of [`keep`], and of [`KeeperClient::attach_onto`].
 pub fn attach_or_keep_on<P: AsRef<Path>>(
     device: &mut OpenDevice,
     paths: impl IntoIterator<Item = P>,
     options: &KeepOptions,
+    keep: bool,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<Loaded, Error> {
-    let lent = lent_or_kept(Some(device), paths, options, watch)?;
-    map_onto(device, lent, false)
-}
-
-/// Attaches to a model that was kept from these files in memory of a device; `None` if there is none.
-///
-/// # Errors
-/// As of [`attach_or_keep_on`].
-pub fn attach_on<P: AsRef<Path>>(
-    device: &mut OpenDevice,
-    paths: impl IntoIterator<Item = P>,
-    options: &KeepOptions,
 ) -> Result<Option<Loaded>, Error> {
     let wanted = Wanted::new(Some(device), paths, options)?;
-    wanted.lent(&wanted.name)?.map(|lent| map_onto(device, lent, false)).transpose()
+    let lent = match wanted.lent(&wanted.name)? {
+        None if keep => Some(wanted.keep(Some(device), watch)?),
+        lent => lent,
+    };
+    lent.map(|lent| map_onto(device, lent, false)).transpose()
 }
 
 /// A model that is wanted of a keeper: its name there, its files, and the device in whose memory it is to be.
@@ -211,6 +185,42 @@ impl<'a> Wanted<'a> {
             Err(error) => Err(error.into()),
         }
     }
+
+    /// The descriptors of the model, which is kept now, unless another process does so meanwhile.
+    fn keep(
+        &self,
+        mut device: Option<&mut OpenDevice>,
+        mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
+    ) -> Result<Vec<OwnedFd>, Error> {
+        let Self { name, keeper, files, options, .. } = self;
+        // One process reads it, of those that begin together; the others then attach. Where a file cannot be locked,
+        // each reads it.
+        let lock = files.first().map(|file| std::fs::File::open(&file.path)).and_then(Result::ok);
+        while lock.as_ref().is_some_and(|file| {
+            rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK)
+        }) {
+            // Who waits may be told to stop, as who reads.
+            if watch(Event::Arrived { buffer: 0, offset: 0, len: 0 }).is_break() {
+                return Err(FillError::Cancelled { done: 0, of: bytes_of(files) }.into());
+            }
+            std::thread::sleep(TURN);
+        }
+        if let Some(lent) = self.lent(name)? {
+            return Ok(lent);
+        }
+        check_model(files)?;
+        for _ in 0..TRIES {
+            let (model, _) = keep_files(keeper, name.clone(), files, options, device.as_deref_mut(), &mut watch)?;
+            // Another model may have its name by now; one of the same hash may leave out other tensors.
+            for called in [name, &model.id] {
+                if let Some(lent) = self.lent(called)? {
+                    return Ok(lent);
+                }
+            }
+        }
+        let why = "other models of its name took its place; give it a name of its own".to_owned();
+        Err(KeepError::Bad { what: format!("the model {name:?}"), why }.into())
+    }
 }
 
 /// Whether the same tensors of a file count, whether an index lists them or not.
@@ -224,47 +234,6 @@ fn has_same_tensors(kept: &KeptEntry, file: &OpenFile) -> Result<bool, Error> {
     Ok(file.model()?.tensors.iter().all(|tensor| is_same(&tensor.name)))
 }
 
-/// The descriptors of a model that was kept from these files, or is now.
-fn lent_or_kept<P: AsRef<Path>>(
-    mut device: Option<&mut OpenDevice>,
-    paths: impl IntoIterator<Item = P>,
-    options: &KeepOptions,
-    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<Vec<OwnedFd>, Error> {
-    let wanted = Wanted::new(device.as_deref(), paths, options)?;
-    let Wanted { name, keeper, files, .. } = &wanted;
-    if let Some(lent) = wanted.lent(name)? {
-        return Ok(lent);
-    }
-    // One process reads it, of those that begin together; the others then attach. Where a file cannot be locked, each
-    // reads it.
-    let lock = files.first().map(|file| std::fs::File::open(&file.path)).and_then(Result::ok);
-    while lock.as_ref().is_some_and(|file| {
-        rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK)
-    }) {
-        // Who waits may be told to stop, as who reads.
-        if watch(Event::Arrived { buffer: 0, offset: 0, len: 0 }).is_break() {
-            return Err(FillError::Cancelled { done: 0, of: bytes_of(files) }.into());
-        }
-        std::thread::sleep(TURN);
-    }
-    if let Some(lent) = wanted.lent(name)? {
-        return Ok(lent);
-    }
-    check_model(files)?;
-    for _ in 0..TRIES {
-        let (model, _) = keep_files(keeper, name.clone(), files, options, device.as_deref_mut(), &mut watch)?;
-        // Another model may have its name by now; one of the same hash may leave out other tensors.
-        for called in [name, &model.id] {
-            if let Some(lent) = wanted.lent(called)? {
-                return Ok(lent);
-            }
-        }
-    }
-    let why = "other models of its name took its place; give it a name of its own".to_owned();
-    Err(KeepError::Bad { what: format!("the model {name:?}"), why }.into())
-}
-
 fn open(paths: &[PathBuf]) -> Result<Vec<OpenFile>, Error> {
     in_parallel(ModelSet::of(paths)?.files, |file| OpenFile::of(&file))
 }
@@ -272,7 +241,7 @@ fn open(paths: &[PathBuf]) -> Result<Vec<OpenFile>, Error> {
 /// Refuses what is no model.
 fn check_model(files: &[OpenFile]) -> Result<(), Error> {
     let options = ModelOptions { refuse_raw: true, ..ModelOptions::default() };
-    HostModel::of_files(files.iter().map(OpenFile::again).collect::<Vec<_>>(), options).map(drop)
+    HostModel::of_files(files.to_vec(), options).map(drop)
 }
 
 fn bytes_of(files: &[OpenFile]) -> u64 {
@@ -377,7 +346,7 @@ fn into_memory(
 ) -> Result<Memory, Error> {
     let mut options = ReadOptions { mode, ..ReadOptions::default() };
     options.fill.hash_regions = Some(Arc::new(regions));
-    let sources = files.iter().map(OpenFile::again).collect();
+    let sources = files.to_vec();
     let read = Read::sources(sources).options(options).watch(watch).into_memory(&MemfdHeap::importable(None))?;
     let took = KeptTimes::of(&read.filled.report.stages);
     manifest.set_digests(read.filled.buffers.iter().map(FilledBuf::digests));
@@ -404,7 +373,7 @@ fn onto_device(
             return Err(KeepError::Bad { what: file.path.display().to_string(), why }.into());
         }
     }
-    let mut inputs = open_inputs(files.iter().map(OpenFile::again).collect(), FileOptions::for_mode(mode))?;
+    let mut inputs = open_inputs(files.to_vec(), FileOptions::for_mode(mode))?;
     let stop = Arc::new(AtomicBool::new(false));
     let mut progress = |len| {
         if watch(Event::Arrived { buffer: 0, offset: 0, len }).is_break() {

@@ -9,7 +9,7 @@
 //! such a lock until the last descriptor and the last mapping are gone. So who is attached is counted by the kernel,
 //! also over the death of a client, and of the keeper.
 //!
-//! The files of a model may be in memory of a device instead ([`keep_on`], [`KeeperClient::attach_onto`]), each behind
+//! The files of a model may be in memory of a device instead ([`KeeperClient::attach_onto`]), each behind
 //! a descriptor of the device's driver. That can be neither sealed nor locked: who attaches is trusted to read alone,
 //! and is counted by the description, which it holds as long as the memory.
 
@@ -27,5 +27,5 @@ pub use describe::{KeptEntry, KeptModel, KeptPlaces, Stamp, check_name, read_tex
 pub use error::KeepError;
 pub use file::KeptFile;
 pub(crate) use file::RegisteredFiles;
-pub use keep::{KeepOptions, attach_on, attach_or_keep, attach_or_keep_on, check, keep, keep_on};
+pub use keep::{KeepOptions, attach_or_keep, attach_or_keep_on, check, keep};
 pub use times::KeptTimes;

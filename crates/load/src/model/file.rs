@@ -6,24 +6,21 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use dmalane_file::FileHandle;
 use rustix::fs::SeekFrom;
 
 use super::block::Block;
 use crate::container::{FormatError, Model, gguf};
 use crate::error::Error;
-use crate::kept::KeptFile;
 use crate::manifest::ManifestFile;
-use crate::open_file::{OpenFile, Select};
+use crate::open_file::OpenFile;
+
+/// Chooses tensors by name.
+pub type Select = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// A file of a model. It is closed where many others are used after it, and opened again when it is read.
 pub struct ModelFile {
-    handle: FileHandle,
-    kept: Option<Arc<KeptFile>>,
-    contents: Arc<Model>,
-    listed: Option<Arc<BTreeSet<String>>>,
-    /// Which of its tensors count; `None` for all.
-    select: Option<Select>,
+    /// Its header is parsed.
+    file: OpenFile,
     /// Bytes behind its last tensor that belong to none.
     pub(super) behind: u64,
     /// The part of a manifest that is about it: a region for each of its tensors, in their order.
@@ -52,16 +49,15 @@ fn holes(file: &File, ranges: impl Iterator<Item = Range<u64>>) -> u64 {
 impl ModelFile {
     /// Reads the header of a file.
     pub(super) fn new(file: OpenFile) -> Result<Self, Error> {
-        let contents = file.model()?.clone();
-        let (behind, OpenFile { handle, listed, kept, .. }) = (gguf::behind(&contents), file);
-        Ok(Self { handle, kept, contents, listed, select: None, behind, expected: None })
+        let behind = gguf::behind(file.model()?);
+        Ok(Self { file, behind, expected: None })
     }
 
     /// Bytes of its tensors that the file system has no blocks for, or none that were written. 0 where the file is not
     /// the one that was parsed.
     pub(super) fn hole(&self) -> u64 {
         let Ok(file) = self.open().and_then(|opened| opened.file()) else { return 0 };
-        let tensors = self.contents.tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
+        let tensors = self.contents().tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
         // The position may be someone else's too.
         let position = rustix::fs::tell(&file);
         let bytes = holes(&file, tensors);
@@ -70,43 +66,36 @@ impl ModelFile {
     }
 
     /// Leaves out the tensors that an index does not list for it, and those that are not selected.
-    pub(super) fn retain(&mut self, select: Option<Select>) {
-        let listed = self.listed.clone();
-        let counts = move |name: &str| {
-            listed.as_ref().is_none_or(|listed| listed.contains(name)) && select.as_ref().is_none_or(|f| f(name))
-        };
-        let tensors = &self.contents.tensors;
-        if tensors.iter().any(|tensor| !counts(&tensor.name)) {
-            let tensors = tensors.iter().filter(|tensor| counts(&tensor.name)).cloned().collect();
-            self.contents = Arc::new(Model { tensors, ..(*self.contents).clone() });
-            self.select = Some(Arc::new(counts));
-        }
+    pub(super) fn retain(&mut self, select: Option<&Select>) -> Result<(), Error> {
+        let listed = self.file.listed.clone();
+        self.file
+            .retain(|name| listed.as_ref().is_none_or(|listed| listed.contains(name)) && select.is_none_or(|f| f(name)))
     }
 
     /// The memory that has it already, where its bytes need not be compared with a manifest.
     pub(super) fn kept(&self) -> Option<&Arc<Block>> {
-        self.kept.as_ref().filter(|_| self.expected.is_none()).map(|kept| &kept.block)
+        self.file.kept.as_ref().filter(|_| self.expected.is_none()).map(|kept| &kept.block)
     }
 
     /// Whether two tensors may have one plan: of a kept file, both lie in memory as they are to be, or both are copied.
     pub(super) fn are_alike(&self, a: usize, b: usize) -> bool {
-        let is_aligned = |n: usize| self.contents.tensors[n].is_aligned();
+        let is_aligned = |n: usize| self.contents().tensors[n].is_aligned();
         self.kept().is_none() || is_aligned(a) == is_aligned(b)
     }
 
     /// The tensors that an index lists for it.
     pub(super) fn listed(&self) -> Option<&BTreeSet<String>> {
-        self.listed.as_deref()
+        self.file.listed.as_deref()
     }
 
     /// Its name.
     pub fn path(&self) -> &Path {
-        self.handle.path()
+        &self.file.path
     }
 
     /// Its length, its kind, its tensors and its metadata.
     pub fn contents(&self) -> &Arc<Model> {
-        &self.contents
+        self.file.parsed.get().expect("it is parsed at first")
     }
 
     /// Opens the file, which must be the one that was parsed.
@@ -114,10 +103,8 @@ impl ModelFile {
     /// # Errors
     /// [`Error::Changed`], [`Error::File`].
     pub fn open(&self) -> Result<OpenFile, Error> {
-        let mut opened = OpenFile::parsed(self.handle.clone(), self.contents.clone(), self.select.clone());
-        opened.kept.clone_from(&self.kept);
-        opened.check()?;
-        Ok(opened)
+        self.file.check()?;
+        Ok(self.file.clone())
     }
 
     /// The file is not what a model may have.
@@ -128,7 +115,7 @@ impl ModelFile {
     /// Refuses arrays by columns: tensors are stored by rows.
     pub(super) fn check_rows(&self) -> Result<(), Error> {
         let refused = || self.bad(FormatError::new("its array is stored by columns, which numpy.load reads"));
-        if self.contents.by_columns { Err(refused()) } else { Ok(()) }
+        if self.contents().by_columns { Err(refused()) } else { Ok(()) }
     }
 
     /// Refuses to read a part of a tensor whose hash is to be checked.

@@ -16,7 +16,7 @@ use dmalane_queue::DeviceAddr;
 use super::block::{HostTensor, model_heap};
 use super::budget::Budget;
 use super::expected;
-use super::file::ModelFile;
+use super::file::{ModelFile, Select};
 use super::onto::{self, Part};
 use super::plan::{PAGE, Plan};
 use super::reader::{FILES_AT_ONCE, Reader};
@@ -29,7 +29,7 @@ use crate::error::Error;
 use crate::fill::{Extent, Job, Watch};
 use crate::input::{Input, open_inputs};
 use crate::manifest::Manifest;
-use crate::open_file::{OpenFile, Select};
+use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
 use crate::set::{self, ModelSet};
 
@@ -124,7 +124,7 @@ impl HostModel {
         let ModelOptions { mode, memory_limit, manifest, select, .. } = options;
         let all: Vec<_> = files.iter().map(|file| (file.path(), file.listed(), &**file.contents())).collect();
         set::check(&all)?;
-        files.iter_mut().for_each(|file| file.retain(select.clone()));
+        files.iter_mut().try_for_each(|file| file.retain(select.as_ref()))?;
         if select.is_some() {
             files.retain(|file| !file.contents().tensors.is_empty());
         }

@@ -14,7 +14,7 @@ mod slice;
 mod stream;
 
 pub use block::{Block, HostTensor, model_heap};
-pub use file::ModelFile;
+pub use file::{ModelFile, Select};
 pub use host::{HostModel, LoadOptions, ModelOptions};
 pub use inputs::Inputs;
 pub use onto::Part;

@@ -113,7 +113,7 @@ pub(crate) fn read(
         for queue in workers.iter().map(|of| of[i].moved()) {
             (moved.direct, moved.buffered) = (moved.direct + queue.direct, moved.buffered + queue.buffered);
         }
-        let mut how = most.map_or_else(How::plain, |queue| queue.how().clone());
+        let mut how = most.map_or_else(How::default, |queue| queue.how().clone());
         if copied > 0 && writable {
             how.reasons.push(Fallback::ToMemfd(copied));
         }

@@ -5,7 +5,7 @@ use dmalane_file::Mode;
 use crate::fill::FillOptions;
 
 /// Settings of a read. The default is good for files of any size.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct ReadOptions {
     /// Past the page cache or through it; [`Mode::Auto`] chooses for each block by what is cached and gives its reason.
     pub mode: Mode,
@@ -17,10 +17,4 @@ pub struct ReadOptions {
     /// Chunks, blocks, hashes and times. Regions are hashed in [`Read`](crate::Read) alone, which takes those of its
     /// manifest instead. Short files and streams have no timeline.
     pub fill: FillOptions,
-}
-
-impl Default for ReadOptions {
-    fn default() -> Self {
-        Self { mode: Mode::Auto, threads: None, limit: None, fill: FillOptions::default() }
-    }
 }

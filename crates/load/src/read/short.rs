@@ -81,6 +81,6 @@ pub(super) fn try_short(
         recycled,
         ..FillReport::default()
     };
-    let method = ReadMethod { how: How::plain(), reason, moved: Moved { direct: 0, buffered: len }, cached };
+    let method = ReadMethod { how: How::default(), reason, moved: Moved { direct: 0, buffered: len }, cached };
     Ok(Some(AllocRead { buffer, method, report }))
 }

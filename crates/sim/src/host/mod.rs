@@ -31,7 +31,7 @@ use self::frames::{FRAME, Frames};
 use self::iotlb::Iotlb;
 
 /// How the software host is made.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct HostConfig {
     /// Physical memory in bytes, at most 16 TiB; rounded down to whole 64 MiB. Only what is pinned costs anything.
     pub memory: u64,
