@@ -160,8 +160,7 @@ impl Build {
         let outputs = Outputs::new(self.replace, [("--output", Some(&self.output))])?.excluding(&[])?;
         let (mappings, spec) = spec::read(&self.spec)?;
         let outputs = outputs.excluding(&[(self.spec.clone(), spec)])?;
-        let built =
-            formats::build(format, &mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
+        let built = formats::build(format, &self.spec, &mappings, base)?;
         outputs.write("--output", "", || Ok(built.bytes().to_vec()))?;
         report::built(format, &self.output, base, &built, self.json)
     }
