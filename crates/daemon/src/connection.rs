@@ -22,8 +22,7 @@ use crate::page::{PAGE_BYTES, Page};
 use crate::socket;
 use crate::state::{Peer, ServerState};
 use crate::wire::{
-    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MalformedRequest, MapSegment, Refused, VERSION, failed,
-    message,
+    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MapSegment, Refused, VERSION, failed, message,
 };
 use crate::worker::Alarm;
 
@@ -103,16 +102,14 @@ impl Connection {
     /// Handles a message and the descriptors that came with it; the answer. The descriptors that it leaves may take any
     /// time to close.
     pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Vec<u8> {
-        let (seqno, request) = match ClientRequest::decode(bytes) {
-            Ok(decoded) => decoded,
-            Err(MalformedRequest { seqno, code, why }) => {
-                return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
+        let (seqno, answer) = match ClientRequest::decode(bytes) {
+            Ok((seqno, request)) => {
+                let done = self.execute(state, request, fds);
+                (seqno, done.map(|body| message(request.opcode() | ANSWER, seqno, &body)))
             }
+            Err((seqno, refused)) => (seqno, Err(refused)),
         };
-        match self.execute(state, request, fds) {
-            Ok(body) => message(request.opcode() | ANSWER, seqno, &body),
-            Err(Refused(code, text)) => self.refuse(seqno, code, &text),
-        }
+        answer.unwrap_or_else(|Refused(code, text)| self.refuse(seqno, code, &text))
     }
 
     /// The answer to a malformed or refused request.

@@ -59,7 +59,7 @@ impl<'s> Serving<'s> {
         let mut connection = Connection::new(seat, id, peer, socket)?;
         connection.status_only = status_only;
         // Before this thread lowers its priority, which threads inherit and nobody can raise.
-        let worker = Worker::start(connection.alarm.clone(), state.table.clone(), seat, state.config.spin)?;
+        let worker = Worker::start(connection.alarm.clone(), state.table.clone(), seat)?;
         Ok(Self { state, connection, daemon, worker, since: Instant::now(), _charge })
     }
 
