@@ -35,7 +35,6 @@ mod sys;
 mod vrtd;
 mod worker;
 
-pub use buffers::quarantined_bytes;
 pub use card::Info;
 pub use device::{Node, SlashDevice, SlashOptions, nodes};
 pub use error::Error;

@@ -127,10 +127,10 @@ impl Validate {
         let (device, notes) = (target.name.clone(), target.notes());
         // Waits for transfers that a hung device has not completed, and counts the buffers that it keeps.
         drop(target);
-        let held = dmalane::file::quarantined_bytes();
+        let held = dmalane::dma::quarantined_bytes();
         let failed = failed.map(|failure| match held {
             0 => signals.mark(failure),
-            n => signals.mark(failure).cause(format!("the kernel still holds {} of buffers", binary(n))),
+            n => signals.mark(failure).cause(format!("{} of buffers are still in use", binary(n))),
         });
         let complete = failed.is_none();
         let outcome = ValidateOutcome { device, notes, settings: self.settings.clone(), report, complete };
