@@ -130,7 +130,7 @@ pub struct ValidateSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "SIZE", value_parser = bytes, help_heading = BUFFERS))]
     #[cfg_attr(feature = "clap", arg(allow_hyphen_values = true))]
     pub starting_offset: Option<u64>,
-    /// Distance from one buffer to the next, each contiguous [default: packed, in HBM striped over both halves].
+    /// Distance from one buffer to the next, each contiguous [default: packed, in HBM striped over both halves]
     ///
     /// A multiple of 4 KiB and at least a buffer. Each buffer lies at its position times this, behind the starting
     /// offset, of its memory, in which the halves of HBM follow each other.

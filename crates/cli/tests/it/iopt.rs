@@ -252,7 +252,7 @@ fn a_bad_mapping_is_named() {
         (json!({"va": 8192, "pa": 0, "len": 100, "access": "rw"}), "length 0x64: not a multiple of 4 KiB"),
         (
             json!({"va": 8192, "pa": 4096, "len": 0xffff_ffff_ffff_f000u64, "access": "r"}),
-            "mappings[1]: IOVA 0x2000, length 0xfffffffffffff000: beyond 48 bits of input address",
+            "mappings[1]: physical address 0x1000, length 0xfffffffffffff000: beyond 48 bits of output address",
         ),
         (
             json!({"va": 8192, "pa": 0, "len": 4096, "access": "w"}),
