@@ -12,8 +12,7 @@ use dmalane_dma::{DriverHeap, Error as DmaError, lock};
 use crate::Error;
 use crate::abi::{self, halves};
 use crate::kernel::{Handle, Kernel, Request};
-use crate::live::{Live, Place};
-use crate::sys::Mapped;
+use crate::sys::{Live, Mapped};
 
 /// The kernel's pages, in bytes: transfers begin at multiples of this in a buffer.
 pub(crate) fn page() -> usize {
@@ -50,8 +49,7 @@ impl Buffers {
         self.hint.store(hint, Ordering::Relaxed);
         let bytes =
             NonZeroUsize::new(len).ok_or(Error::Answer { call: "BUF_CREATE", what: "an empty buffer".into() })?;
-        let mapped = Mapped::new(file, bytes, |address, file| Place::list(&self.live, address, len, file));
-        mapped.map_err(Error::Map)
+        Mapped::new(file, bytes, &self.live).map_err(Error::Map)
     }
 
     /// How the driver says that the channels should share the work, once a buffer was created.
@@ -61,7 +59,7 @@ impl Buffers {
 
     /// The file of the buffer that holds these bytes of this process, and the offset there.
     pub(crate) fn find(&self, address: usize, len: usize) -> Option<(RawFd, u64)> {
-        let live = lock(&self.live.0);
+        let live = lock(&self.live);
         let (first, (whole, file)) = live.range(..=address).next_back()?;
         let offset = address - first;
         (offset.checked_add(len)? <= *whole).then_some((*file, offset as u64))
