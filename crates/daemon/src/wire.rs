@@ -144,10 +144,10 @@ impl<'a> ClientRequest<'a> {
     /// # Errors
     /// For every deviation from the format, with the number of the request: 0 when the message is too short to have
     /// one.
-    pub fn decode(message: &'a [u8]) -> Result<(u64, Self), (u64, Refused)> {
+    pub fn decode(message: &'a [u8]) -> Result<(u64, Self), (u64, Denied)> {
         let header = MessageHeader::ref_from_prefix(message);
         let seqno = header.as_ref().map_or(0, |(header, _)| header.seqno.get());
-        let refused = |code, why| (seqno, Refused(code, format!("a message of {} bytes: {why}", message.len())));
+        let refused = |code, why| (seqno, Denied(code, format!("a message of {} bytes: {why}", message.len())));
         let bad = |why| refused(Code::Malformed, why);
         let (header, body) = header.map_err(|_| bad("shorter than a header"))?;
         if header.size.get() as usize != message.len() {
@@ -252,9 +252,9 @@ impl Code {
 
 /// Why a request is refused, as a code and as a text.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Refused(pub Code, pub String);
+pub struct Denied(pub Code, pub String);
 
-impl Refused {
+impl Denied {
     /// Refuses, with this text, what does not hold.
     pub(crate) fn unless(holds: bool, code: Code, text: impl FnOnce() -> String) -> Result<(), Self> {
         if holds { Ok(()) } else { Err(Self(code, text())) }

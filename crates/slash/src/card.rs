@@ -22,8 +22,8 @@ impl Card {
         Self { kernel, door }
     }
 
-    /// Asks the driver what it is; an unknown version is refused. The bytes of its answer (20, or, since July 2026, 52),
-    /// and the PCI address of the card's DMA function, if it says.
+    /// Asks the driver what it is; an unknown version is refused. Gives the bytes of its answer (20, or, since July
+    /// 2026, 52), and the PCI address of the card's DMA function, if it says.
     pub(crate) fn info(&self) -> Result<(u32, Option<String>), Error> {
         let mut words = [0; abi::INFO_WORDS];
         let call = self.kernel.call(&self.door, Request::Info, &mut words);
