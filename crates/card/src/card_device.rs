@@ -119,11 +119,7 @@ impl<B: Mmio + 'static> Device for CardDevice<B> {
     }
 }
 
-impl<B: Mmio> std::fmt::Debug for CardDevice<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CardDevice").field("info", &self.info).field("regions", &self.regions).finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(CardDevice<B>, [B: Mmio], |it| "CardDevice({:?}, {:?})", it.info, it.regions);
 
 /// Page tables at the end of the longest region, which is as much shorter afterwards.
 fn page_tables<B: Mmio + 'static>(

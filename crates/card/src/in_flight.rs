@@ -45,6 +45,11 @@ impl InFlight {
         self.next == self.oldest
     }
 
+    /// Bytes of host memory that the operations in flight use.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.full.iter().flatten().chain(&self.last).map(|ended| ended.operation.bytes()).sum()
+    }
+
     /// True for the number of an operation in flight.
     pub(crate) fn contains(&self, number: u64) -> bool {
         (self.oldest..self.next).contains(&number)

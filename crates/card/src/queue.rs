@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova};
-use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
+use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice, quarantine};
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, GatherList, HostSlice, Limits, OpError, Operation, Queue,
     QueueAddr, QueueState, Refusal, Refused, StopReason, Ticket, Work,
@@ -25,9 +25,6 @@ const NAP: Duration = Duration::from_millis(1);
 const SPINS: u32 = 200;
 /// Reading a register of a real card takes a microsecond, so a quiet ring is asked about only so often.
 const POLLS_PER_STATUS: u32 = 64;
-
-/// Rings and buffers of channels whose card did not stop: it may still access them, so they are never freed.
-static QUARANTINE: Mutex<Vec<(Rings, InFlight)>> = Mutex::new(Vec::new());
 
 /// A DMA channel of a card. At most 1 GiB per operation.
 ///
@@ -661,16 +658,10 @@ impl<B: Mmio> Drop for CardQueue<B> {
         } else {
             // The card may still read and write all of this, so it is never freed.
             self.shelf.quarantine(flying.len() - self.taken_back.len());
-            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push((rings, flying));
+            let bytes = rings.len() + flying.bytes();
+            quarantine((rings, flying), bytes);
         }
     }
 }
 
-impl<B: Mmio> std::fmt::Debug for CardQueue<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CardQueue")
-            .field("index", &self.index)
-            .field("in_flight", &self.in_flight())
-            .finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(CardQueue<B>, [B: Mmio], |it| "CardQueue(index: {}, in_flight: {})", it.index, it.in_flight());

@@ -55,6 +55,11 @@ impl Rings {
         Ok(Self { descriptors, completions, log2: entries.trailing_zeros() as u8, registered })
     }
 
+    /// Bytes of both.
+    pub(crate) fn len(&self) -> u64 {
+        (self.descriptors.len() + self.completions.len()) as u64
+    }
+
     /// The IOVAs of the descriptor ring and of the completion ring.
     pub(crate) fn iovas(&self) -> [u64; 2] {
         [0, 1].map(|i: usize| self.registered[i].mapping().span().first().bits())

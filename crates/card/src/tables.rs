@@ -190,12 +190,4 @@ impl<B: Mmio> Tables for CardTables<B> {
     }
 }
 
-impl<B: Mmio> std::fmt::Debug for CardTables<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CardTables")
-            .field("first", &self.first)
-            .field("in_use", &self.in_use())
-            .field("limit", &self.limit)
-            .finish_non_exhaustive()
-    }
-}
+dmalane_dma::debug_as!(CardTables<B>, [B: Mmio], |it| "CardTables(in use: {} of {})", it.in_use(), it.limit);

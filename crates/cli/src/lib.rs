@@ -1,4 +1,4 @@
-//! The program `dmalane` as a function, and what it shares with `dmalaned`: failures, output, numbers, sizes.
+//! The program `dmalane` as a function, and what it shares with `dmalaned`: failures, output, sizes.
 #![forbid(unsafe_code)]
 
 mod commands;
@@ -8,7 +8,6 @@ pub mod failure;
 pub mod layout;
 mod model;
 mod named;
-pub mod number;
 pub mod output;
 mod probe;
 pub mod program;

@@ -108,10 +108,13 @@ impl SourceFile {
         !self.file.is_terminal() && self.file.metadata().is_ok_and(is_device)
     }
 
-    /// Whether it is empty because nobody writes to it.
-    fn is_unwritten_when_empty(&self) -> bool {
+    /// Refuses, if it is empty, what is so because nobody writes to it.
+    fn check_empty(&self) -> Result<(), Failure> {
         let is_pipe = |kind: FileType| is_stream(&kind) && !kind.is_char_device();
-        !self.stdin && self.file.metadata().is_ok_and(|meta| is_pipe(meta.file_type()))
+        match !self.stdin && self.file.metadata().is_ok_and(|meta| is_pipe(meta.file_type())) {
+            true => Err(Failure::new(format!("{} is a pipe that nobody writes to", self.path.display()))),
+            false => Ok(()),
+        }
     }
 
     fn is_generated(&self) -> bool {
@@ -121,13 +124,13 @@ impl SourceFile {
     /// Its contents, to be read once from front to back.
     pub fn reader(self) -> Result<BufReader<File>, Failure> {
         self.check_end()?;
-        let (unwritten, path) = (self.is_unwritten_when_empty(), self.path);
+        let (may_be_empty, path) = (self.check_empty(), self.path);
         let mut from = BufReader::with_capacity(1 << 16, self.file);
         let begun = from.fill_buf().map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
-        match unwritten && begun.is_empty() {
-            true => Err(nobody_writes(&path)),
-            false => Ok(from),
+        if begun.is_empty() {
+            may_be_empty?;
         }
+        Ok(from)
     }
 
     /// All that it holds, at most `most` bytes.
@@ -163,17 +166,13 @@ impl SourceFile {
         let start = Instant::now();
         let mut copy = tempfile::tempfile().map_err(|e| trouble("create", &path.to_string(), &e))?;
         let bytes = io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
-        if bytes == 0 && self.is_unwritten_when_empty() {
-            return Err(nobody_writes(&self.path));
+        if bytes == 0 {
+            self.check_empty()?;
         }
         let path = if self.stdin { stdin_name(&copy) } else { self.path };
         let copied = Copied { bytes, time: start.elapsed() };
         Ok(Self { file: copy, path, copied, ..self })
     }
-}
-
-fn nobody_writes(path: &Path) -> Failure {
-    Failure::new(format!("{} is a pipe that nobody writes to", path.display()))
 }
 
 /// True for pipes, sockets and character devices, which have no offsets.

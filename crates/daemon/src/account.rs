@@ -11,7 +11,7 @@ use dmalane_sim::Allowance;
 
 use crate::config::Config;
 use crate::table::{Seat, Table};
-use crate::wire::{Code, Refused};
+use crate::wire::{Code, Denied};
 
 /// An amount that clients take, with its limits.
 pub(crate) struct Account {
@@ -62,23 +62,23 @@ impl Account {
     ///
     /// # Errors
     /// Why its user cannot have it; then nothing is taken.
-    pub(crate) fn charge(self: &Arc<Self>, seat: usize, bytes: u64) -> Result<Charge, Refused> {
+    pub(crate) fn charge(self: &Arc<Self>, seat: usize, bytes: u64) -> Result<Charge, Denied> {
         self.take(seat, bytes)?;
         Ok(Charge { account: self.clone(), seat, bytes: AtomicU64::new(bytes) })
     }
 
-    fn take(&self, seat: usize, more: u64) -> Result<(), Refused> {
+    fn take(&self, seat: usize, more: u64) -> Result<(), Denied> {
         let Self { limits: (most, of_a_user), names: [what, option], remedy, .. } = self;
         let seat = self.table.seat(seat);
         // Nobody else takes anything until this is taken.
         self.table.locked(|_| {
             let (all, has) = (self.in_use(None), self.in_use(Some(seat.user())));
             let fits = |used: u64, limit: u64| used.checked_add(more).is_some_and(|sum| sum <= limit);
-            Refused::unless(fits(all, *most), Code::Quota, || {
+            Denied::unless(fits(all, *most), Code::Quota, || {
                 let or = "or wait until other clients end";
                 format!("{more} {what}; all clients use {all} of {most} ({option}): {remedy}, {or}")
             })?;
-            Refused::unless(fits(has, *of_a_user), Code::Quota, || {
+            Denied::unless(fits(has, *of_a_user), Code::Quota, || {
                 let or = "or end another client";
                 format!("{more} {what}; this user has {has} of {of_a_user} (--user-share): {remedy}, {or}")
             })?;

@@ -49,8 +49,6 @@ pub struct Config {
     pub user_percent: u32,
     /// Subordinate users, which count as their owner ([`Config::system_subordinates`]).
     pub subordinates: Vec<(Range<u64>, u32)>,
-    /// Time that the worker spins before it sleeps.
-    pub spin: Duration,
     /// Time within which the queues of a disconnected client must stop.
     pub stop_timeout: Duration,
     /// Time within which a client must open a function.
@@ -58,7 +56,7 @@ pub struct Config {
 }
 
 impl Default for Config {
-    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 30 s to open a function.
+    /// 32 GiB of each memory, 64 clients, 5 s to stop, 30 s to open a function.
     fn default() -> Self {
         Self {
             ddr: 32 << 30,
@@ -68,7 +66,6 @@ impl Default for Config {
             memory: None,
             user_percent: 75,
             subordinates: Vec::new(),
-            spin: Duration::from_micros(100),
             stop_timeout: Duration::from_secs(5),
             open_timeout: Duration::from_secs(30),
         }

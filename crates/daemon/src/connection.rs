@@ -22,8 +22,7 @@ use crate::page::{PAGE_BYTES, Page};
 use crate::socket;
 use crate::state::{Peer, ServerState};
 use crate::wire::{
-    ANSWER, ClientRequest, ClientStatus, Code, HelloAnswer, MalformedRequest, MapSegment, Refused, VERSION, failed,
-    message,
+    ANSWER, ClientRequest, ClientStatus, Code, Denied, HelloAnswer, MapSegment, VERSION, failed, message,
 };
 use crate::worker::Alarm;
 
@@ -103,16 +102,14 @@ impl Connection {
     /// Handles a message and the descriptors that came with it; the answer. The descriptors that it leaves may take any
     /// time to close.
     pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: &mut Vec<OwnedFd>) -> Vec<u8> {
-        let (seqno, request) = match ClientRequest::decode(bytes) {
-            Ok(decoded) => decoded,
-            Err(MalformedRequest { seqno, code, why }) => {
-                return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
+        let (seqno, answer) = match ClientRequest::decode(bytes) {
+            Ok((seqno, request)) => {
+                let done = self.execute(state, request, fds);
+                (seqno, done.map(|body| message(request.opcode() | ANSWER, seqno, &body)))
             }
+            Err((seqno, refused)) => (seqno, Err(refused)),
         };
-        match self.execute(state, request, fds) {
-            Ok(body) => message(request.opcode() | ANSWER, seqno, &body),
-            Err(Refused(code, text)) => self.refuse(seqno, code, &text),
-        }
+        answer.unwrap_or_else(|Denied(code, text)| self.refuse(seqno, code, &text))
     }
 
     /// The answer to a malformed or refused request.
@@ -126,17 +123,17 @@ impl Connection {
         state: &ServerState,
         request: ClientRequest<'_>,
         fds: &mut Vec<OwnedFd>,
-    ) -> Result<Vec<u8>, Refused> {
+    ) -> Result<Vec<u8>, Denied> {
         let limits = &state.config.limits;
         let in_order = self.greeted || matches!(request, ClientRequest::Hello { .. });
-        Refused::unless(in_order, Code::NotPermitted, || "the first message must be a hello message".to_owned())?;
+        Denied::unless(in_order, Code::NotPermitted, || "the first message must be a hello message".to_owned())?;
         let may_carry = matches!(request, ClientRequest::Map { .. } | ClientRequest::Open { .. });
         let why = || "only open and map requests may carry descriptors".to_owned();
-        Refused::unless(may_carry || fds.is_empty(), Code::BadDescriptor, why)?;
+        Denied::unless(may_carry || fds.is_empty(), Code::BadDescriptor, why)?;
         match request {
             ClientRequest::Hello { min, max } => {
                 let why = || format!("the client speaks versions {min} to {max}, the daemon {VERSION}");
-                Refused::unless((min..=max).contains(&VERSION), Code::Version, why)?;
+                Denied::unless((min..=max).contains(&VERSION), Code::Version, why)?;
                 self.greeted = true;
                 // From now on it may send descriptors.
                 socket::pass_rights(&self.socket, true);
@@ -169,14 +166,14 @@ impl Connection {
                 // What is no memfd stays with the caller: it may take any time to close.
                 for (i, fd) in fds.iter().enumerate() {
                     let is_memfd = rustix::fs::fcntl_get_seals(fd).is_ok();
-                    Refused::unless(is_memfd, Code::BadDescriptor, || format!("descriptor {i} is not a memfd"))?;
+                    Denied::unless(is_memfd, Code::BadDescriptor, || format!("descriptor {i} is not a memfd"))?;
                 }
                 let answer = self.map(state, access, segments, std::mem::take(fds));
                 self.alarm.wake(); // the worker skips a function while its tables change
                 answer
             }
             ClientRequest::Unmap { iova } => {
-                let none = || Refused(Code::NoSuchThing, format!("no mapping begins at {iova:#x}"));
+                let none = || Denied(Code::NoSuchThing, format!("no mapping begins at {iova:#x}"));
                 let mapped = self.mappings.remove(&iova).ok_or_else(none)?;
                 let len = mapped.mapping.span().len();
                 drop(mapped);
@@ -191,11 +188,11 @@ impl Connection {
         }
     }
 
-    fn function(&self) -> Result<&Function, Refused> {
+    fn function(&self) -> Result<&Function, Denied> {
         self.alarm
             .function
             .get()
-            .ok_or_else(|| Refused(Code::NotPermitted, "the client has not opened a function".into()))
+            .ok_or_else(|| Denied(Code::NotPermitted, "the client has not opened a function".into()))
     }
 
     fn open(
@@ -204,20 +201,20 @@ impl Connection {
         (ddr, hbm): (u64, u64),
         queues: u32,
         fds: Vec<OwnedFd>,
-    ) -> Result<Vec<u8>, Refused> {
+    ) -> Result<Vec<u8>, Denied> {
         let limits = &state.config.limits;
         if let Some(why) = self.status_only {
-            return Err(Refused(Code::Quota, why.to_owned()));
+            return Err(Denied(Code::Quota, why.to_owned()));
         }
         let why = || "a connection has one function; connect again for another".to_owned();
-        Refused::unless(self.alarm.function.get().is_none(), Code::Busy, why)?;
+        Denied::unless(self.alarm.function.get().is_none(), Code::Busy, why)?;
         let granted = |what: &str, wanted: u64, limit: u64| {
             let why = || format!("{what}: {wanted} requested, a client may have {limit}");
-            Refused::unless(wanted <= limit, Code::Quota, why).map(|()| if wanted == 0 { limit } else { wanted })
+            Denied::unless(wanted <= limit, Code::Quota, why).map(|()| if wanted == 0 { limit } else { wanted })
         };
         let (ddr, hbm) = (granted("DDR", ddr, limits.ddr)?, granted("HBM", hbm, limits.hbm)?);
         let queues = granted("queues", queues.into(), limits.queues.into())? as u32;
-        let bad = |what: &str, e: &dyn std::fmt::Display| Refused(Code::BadDescriptor, format!("{what}: {e}"));
+        let bad = |what: &str, e: &dyn std::fmt::Display| Denied(Code::BadDescriptor, format!("{what}: {e}"));
         let bad_page = |e: &dyn std::fmt::Display| bad("the register page", e);
         let [page, kick, call] = fds.try_into().map_err(|fds: Vec<_>| {
             bad("descriptors", &format!("{}; a function has a register page, a kick and a call", fds.len()))
@@ -249,32 +246,32 @@ impl Connection {
         access: u32,
         segments: &[MapSegment],
         fds: Vec<OwnedFd>,
-    ) -> Result<Vec<u8>, Refused> {
+    ) -> Result<Vec<u8>, Denied> {
         let host = self.function()?.host.clone();
         let limits = &state.config.limits;
         let access = u8::try_from(access).ok().and_then(Access::from_bits).filter(|a| Access::RW.contains(*a));
         let access = access.filter(|a| !a.is_empty()).ok_or_else(|| {
-            Refused(Code::Malformed, "the access of a mapping is 1 (read), 2 (write) or 3 (both)".into())
+            Denied(Code::Malformed, "the access of a mapping is 1 (read), 2 (write) or 3 (both)".into())
         })?;
         let most = 16 * limits.buffers as usize;
         let why = || format!("a client may have {most} mappings");
-        Refused::unless(self.mappings.len() < most, Code::Quota, why)?;
+        Denied::unless(self.mappings.len() < most, Code::Quota, why)?;
         // Page tables take memory and time, so a mapping must not repeat a buffer without bound.
         let all = segments.iter().fold(0u64, |all, segment| all.saturating_add(segment.len.get()));
         let too_long = all > limits.bytes && segments.iter().all(|segment| segment.len.get() <= limits.bytes);
         let why = || format!("a mapping of {all} bytes; the limit is {}", limits.bytes);
-        Refused::unless(!too_long, Code::Quota, why)?;
+        Denied::unless(!too_long, Code::Quota, why)?;
         // Before page tables are made.
         let notes = MAPPING_BYTES + SEGMENT_BYTES * segments.len() as u64;
         let charge = state.accounts.memory.charge(self.seat, all / MAPPED_PER_BYTE + notes);
         let mapped = self.take_buffers(state, fds).and_then(|taken| {
-            let failed = |e: dmalane_dma::Error| Refused(Code::Failed, error_chain(&e));
+            let failed = |e: dmalane_dma::Error| Denied(Code::Failed, error_chain(&e));
             let charge = charge?;
             let mut buffers = Vec::new();
             let mut pinned = Vec::new();
             for (i, segment) in segments.iter().enumerate() {
                 let buffer = taken.get(segment.fd.get() as usize).ok_or_else(|| {
-                    Refused(Code::BadDescriptor, format!("segment {i} refers to a missing descriptor"))
+                    Denied(Code::BadDescriptor, format!("segment {i} refers to a missing descriptor"))
                 })?;
                 let buf = &buffer.buf;
                 let (offset, len) = (segment.offset.get(), segment.len.get());
@@ -283,14 +280,14 @@ impl Connection {
                 let (first, end) = range.ok_or_else(|| {
                     let all = buf.len();
                     let why = format!("{len} bytes at offset {offset} are not whole pages of a buffer of {all} bytes");
-                    Refused(Code::Malformed, format!("segment {i}: {why}"))
+                    Denied(Code::Malformed, format!("segment {i}: {why}"))
                 })?;
                 // Now, where a missing page is an error; during a transfer it would be a SIGBUS.
                 buf.populate(first, end - first).map_err(|e| {
                     let hole = "a page was never touched, or was given back to the kernel: touch it first";
                     let is_hole = e.raw_os_error() == Some(Errno::FAULT.raw_os_error());
                     let why = if is_hole { hole.to_owned() } else { format!("no memory: {e}") };
-                    Refused(Code::Failed, format!("segment {i}: {why}"))
+                    Denied(Code::Failed, format!("segment {i}: {why}"))
                 })?;
                 pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 buffers.push(buffer.clone());
@@ -311,11 +308,11 @@ impl Connection {
     }
 
     /// Finds or imports the buffers behind the descriptors.
-    fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>) -> Result<Vec<Arc<Buffer>>, Refused> {
+    fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>) -> Result<Vec<Arc<Buffer>>, Denied> {
         let limits = &state.config.limits;
         let mut taken = Vec::new();
         for (i, fd) in fds.into_iter().enumerate() {
-            let bad = |e: &dyn std::fmt::Display| Refused(Code::BadDescriptor, format!("descriptor {i}: {e}"));
+            let bad = |e: &dyn std::fmt::Display| Denied(Code::BadDescriptor, format!("descriptor {i}: {e}"));
             // Of a sealed memfd: for another file, `fstat` may block.
             let stat = rustix::fs::fstat(&fd).map_err(|e| bad(&e))?;
             let key = (stat.st_dev, stat.st_ino);
@@ -324,13 +321,13 @@ impl Connection {
                 buffer
             } else {
                 let why = || format!("a client may have {} buffers: unmap one", limits.buffers);
-                Refused::unless(self.buffers.len() < limits.buffers as usize, Code::Quota, why)?;
+                Denied::unless(self.buffers.len() < limits.buffers as usize, Code::Quota, why)?;
                 // The memfd is sealed against shrinking only: asked for its length before, it may grow until then.
                 let buf = self.import(fd, limits.bytes - self.bytes).map_err(|e| match e {
                     DmaError::Import(e) if e.kind() == ErrorKind::OutOfMemory && e.raw_os_error().is_none() => {
                         let (used, all) = (self.bytes, limits.bytes);
                         let text = format!("{e}: {used} of {all} are in use; use smaller ones, or unmap one");
-                        Refused(Code::Quota, text)
+                        Denied(Code::Quota, text)
                     }
                     e => bad(&error_chain(&e)),
                 })?;
@@ -370,8 +367,8 @@ impl Connection {
     }
 }
 
-fn no_register(bar: u8, offset: u64) -> Refused {
-    Refused(Code::NoSuchThing, format!("no 4-byte register at offset {offset:#x} of BAR {bar}"))
+fn no_register(bar: u8, offset: u64) -> Denied {
+    Denied(Code::NoSuchThing, format!("no 4-byte register at offset {offset:#x} of BAR {bar}"))
 }
 
 #[cfg(test)]
@@ -412,7 +409,7 @@ mod tests {
         let segment =
             |fd: &u32| MapSegment { fd: (*fd).into(), reserved: 0.into(), offset: 0.into(), len: PAGE.into() };
         let segments: Vec<_> = segments.iter().map(segment).collect();
-        let answer = connection.map(state, 3, &segments, fds).map_err(|Refused(code, _)| code)?;
+        let answer = connection.map(state, 3, &segments, fds).map_err(|Denied(code, _)| code)?;
         Ok(u64::from_le_bytes(answer.try_into().unwrap()))
     }
 

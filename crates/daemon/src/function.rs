@@ -12,7 +12,7 @@ use crate::account::{Accounts, Charge};
 use crate::config::ClientLimits;
 use crate::page::Page;
 use crate::socket;
-use crate::wire::{ClientStatus, Code, Refused};
+use crate::wire::{ClientStatus, Code, Denied};
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
 const MIN_COST: u64 = 64 << 10;
@@ -50,9 +50,9 @@ impl Function {
         (page, kick, call): (Page, OwnedFd, OwnedFd),
         seat: usize,
         accounts: &Accounts,
-    ) -> Result<Self, Refused> {
+    ) -> Result<Self, Denied> {
         let failed =
-            |e: &dyn std::error::Error| Refused(Code::Failed, format!("cannot create a function: {}", error_chain(e)));
+            |e: &dyn std::error::Error| Denied(Code::Failed, format!("cannot create a function: {}", error_chain(e)));
         // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let base = BASE_BYTES + u64::from(queues) * QUEUE_BYTES;
@@ -60,7 +60,7 @@ impl Function {
         let charge = accounts.memory.charge(seat, base)?;
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let refused = |e| match e {
-            dmalane_sim::Error::BadConfig { .. } => Refused(Code::Quota, e.to_string()),
+            dmalane_sim::Error::BadConfig { .. } => Denied(Code::Quota, e.to_string()),
             e => failed(&e),
         };
         let memory = CardMemory::new(ddr, hbm).map_err(refused)?.with_allowance(Arc::new(charge));
@@ -101,13 +101,13 @@ impl Function {
     }
 
     /// Writes card memory through its BAR.
-    pub(crate) fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Refused> {
+    pub(crate) fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Denied> {
         if bar != BAR_MEMORY {
-            return Err(Refused(Code::NoSuchThing, format!("BAR {bar} is not a memory BAR")));
+            return Err(Denied(Code::NoSuchThing, format!("BAR {bar} is not a memory BAR")));
         }
         self.card.memory().write(CardAddr::new(offset), bytes).map_err(|e| {
             let code = if matches!(e, dmalane_sim::Error::NoMemory { .. }) { Code::Quota } else { Code::NoSuchThing };
-            Refused(code, error_chain(&e))
+            Denied(code, error_chain(&e))
         })
     }
 

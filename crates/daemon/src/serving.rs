@@ -21,7 +21,7 @@ use crate::function::PROCESS_BYTES;
 use crate::log::{Ending, tell};
 use crate::socket::{self, Received, readable};
 use crate::state::{Peer, ServerState};
-use crate::wire::{ClientStatus, Code, MAX_MESSAGE, Refused, failed};
+use crate::wire::{ClientStatus, Code, Denied, MAX_MESSAGE, failed};
 use crate::worker::{Worker, take_time};
 
 /// How often a process looks whether its queues have stopped.
@@ -50,7 +50,7 @@ impl<'s> Serving<'s> {
         daemon: BorrowedFd<'s>,
     ) -> std::io::Result<Self> {
         let _charge = match state.accounts.memory.charge(seat, PROCESS_BYTES) {
-            Err(Refused(code, text)) if !peer.admin => {
+            Err(Denied(code, text)) if !peer.admin => {
                 let _ = socket::send(&socket, &failed(0, code, &text), &[], false);
                 return Err(Errno::NOMEM.into());
             }
@@ -59,7 +59,7 @@ impl<'s> Serving<'s> {
         let mut connection = Connection::new(seat, id, peer, socket)?;
         connection.status_only = status_only;
         // Before this thread lowers its priority, which threads inherit and nobody can raise.
-        let worker = Worker::start(connection.alarm.clone(), state.table.clone(), seat, state.config.spin)?;
+        let worker = Worker::start(connection.alarm.clone(), state.table.clone(), seat)?;
         Ok(Self { state, connection, daemon, worker, since: Instant::now(), _charge })
     }
 

@@ -138,33 +138,24 @@ pub enum ClientRequest<'a> {
     },
 }
 
-/// Why a message is not a valid request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct MalformedRequest {
-    /// Number of the request; 0 when the message is too short to have one.
-    pub seqno: u64,
-    /// [`Code::Unknown`] for an unknown opcode, otherwise [`Code::Malformed`].
-    pub code: Code,
-    /// The fault of the message.
-    pub why: &'static str,
-}
-
 impl<'a> ClientRequest<'a> {
     /// Decodes a message, and returns its number and the request.
     ///
     /// # Errors
-    /// [`MalformedRequest`] for every deviation from the format.
-    pub fn decode(message: &'a [u8]) -> Result<(u64, Self), MalformedRequest> {
+    /// For every deviation from the format, with the number of the request: 0 when the message is too short to have
+    /// one.
+    pub fn decode(message: &'a [u8]) -> Result<(u64, Self), (u64, Denied)> {
         let header = MessageHeader::ref_from_prefix(message);
         let seqno = header.as_ref().map_or(0, |(header, _)| header.seqno.get());
-        let bad = |why| MalformedRequest { seqno, code: Code::Malformed, why };
+        let refused = |code, why| (seqno, Denied(code, format!("a message of {} bytes: {why}", message.len())));
+        let bad = |why| refused(Code::Malformed, why);
         let (header, body) = header.map_err(|_| bad("shorter than a header"))?;
         if header.size.get() as usize != message.len() {
             return Err(bad("its size differs from its header"));
         }
         let opcode = header.opcode.get();
         if !(HELLO..=STATUS).contains(&opcode) {
-            return Err(MalformedRequest { seqno, code: Code::Unknown, why: "there is no such request" });
+            return Err(refused(Code::Unknown, "there is no such request"));
         }
         let fields = Fields::ref_from_prefix(body).map_err(|_| bad("shorter than a request"))?;
         let (Fields { at, amount, index, value }, rest) = fields;
@@ -180,7 +171,10 @@ impl<'a> ClientRequest<'a> {
                 let segments = <[MapSegment]>::ref_from_bytes(segments).ok();
                 let segments = segments.filter(|all| (1..=MAX_SEGMENTS).contains(&all.len()));
                 let segments = segments.filter(|all| all.iter().all(|segment| segment.reserved.get() == 0));
-                Self::Map { access, segments: segments.ok_or(bad("a mapping has 1 to 128 segments of 24 bytes"))? }
+                Self::Map {
+                    access,
+                    segments: segments.ok_or_else(|| bad("a mapping has 1 to 128 segments of 24 bytes"))?,
+                }
             }
             (UNMAP, iova, 0, 0, 0, []) => Self::Unmap { iova },
             (STATUS, first, 0, 0, 0, []) => Self::Status { first },
@@ -257,10 +251,10 @@ impl Code {
 }
 
 /// Why a request is refused, as a code and as a text.
-#[derive(Debug)]
-pub(crate) struct Refused(pub Code, pub String);
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Denied(pub Code, pub String);
 
-impl Refused {
+impl Denied {
     /// Refuses, with this text, what does not hold.
     pub(crate) fn unless(holds: bool, code: Code, text: impl FnOnce() -> String) -> Result<(), Self> {
         if holds { Ok(()) } else { Err(Self(code, text())) }
@@ -448,7 +442,7 @@ mod tests {
                 other[at] ^= 0x80;
                 let decoded = ClientRequest::decode(&other).map(|(_, request)| request);
                 assert!(
-                    decoded.is_err_and(|e| e.code == Code::Malformed)
+                    decoded.is_err_and(|(_, refused)| refused.0 == Code::Malformed)
                         || ClientRequest::decode(&other).unwrap().1 != request
                 );
             }

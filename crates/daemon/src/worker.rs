@@ -75,6 +75,9 @@ impl Alarm {
     }
 }
 
+/// How long it spins before it sleeps, in nanoseconds.
+const SPIN: u64 = 100_000;
+
 /// The thread that runs a function's queues.
 pub(crate) struct Worker {
     alarm: Arc<Alarm>,
@@ -82,13 +85,12 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts it for the client of a seat, before there is a function. It spins for `spin` before it sleeps.
+    /// Starts it for the client of a seat, before there is a function.
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn start(alarm: Arc<Alarm>, table: Arc<Table>, seat: usize, spin: Duration) -> std::io::Result<Self> {
+    pub(crate) fn start(alarm: Arc<Alarm>, table: Arc<Table>, seat: usize) -> std::io::Result<Self> {
         let mine = alarm.clone();
-        let spin = u64::try_from(spin.as_nanos()).unwrap_or(u64::MAX);
         let run = move || {
             ask_for_short_slices();
             while mine.function.get().is_none() && !mine.quit.load(Ordering::SeqCst) {
@@ -96,7 +98,7 @@ impl Worker {
             }
             let Some(function) = mine.function.get() else { return };
             let mut running = Running { alarm: &mine, function, table, seat, next: 0, most: MAX_STEP };
-            if catch_unwind(AssertUnwindSafe(|| running.run(spin))).is_err() {
+            if catch_unwind(AssertUnwindSafe(|| running.run())).is_err() {
                 // The card is only as far as the panic, and nobody runs it on.
                 exit(Ending::Bug as i32);
             }
@@ -128,12 +130,12 @@ struct Running<'a> {
 }
 
 impl Running<'_> {
-    fn run(&mut self, spin: u64) {
+    fn run(&mut self) {
         let (mut idle, mut asleep) = (None, false);
         while !self.alarm.quit.load(Ordering::SeqCst) {
             if self.function.has_work() && self.work() {
                 idle = None;
-            } else if self.table.was_last(self.seat) && now().saturating_sub(*idle.get_or_insert_with(now)) < spin {
+            } else if self.table.was_last(self.seat) && now().saturating_sub(*idle.get_or_insert_with(now)) < SPIN {
                 // One process at most spins, for a client that rings again soon.
                 std::hint::spin_loop();
                 continue;

@@ -442,7 +442,7 @@ fn dropped_objects_are_released_in_the_daemon() {
 
 #[test]
 fn completions_wake_a_waiter() {
-    let daemon = Daemon::start(Config { spin: Duration::ZERO, ..Config::default() });
+    let daemon = Daemon::start(Config::default());
     let mut driven = Driven::new(daemon.connect(), MIB);
     let mut random = Random(5);
     for _ in 0..200 {
@@ -452,6 +452,7 @@ fn completions_wake_a_waiter() {
         let mut ended = Vec::new();
         assert_eq!(driven.queue.wait(&mut ended, Duration::from_secs(60)), 1, "the call arrives");
         driven.part = Some(ended.remove(0).operation.into_slice().unwrap());
+        // Shorter and longer than the worker spins.
         std::thread::sleep(Duration::from_micros(random.below(300)));
     }
     drop(driven);

@@ -16,6 +16,7 @@ mod page_tables;
 mod polled;
 mod ram;
 mod region;
+pub mod size;
 mod space;
 
 pub use bounce::{Bounce, IoError};

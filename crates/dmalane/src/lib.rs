@@ -30,7 +30,6 @@ mod open;
 mod open_options;
 pub mod pci;
 mod pci_card;
-pub mod size;
 mod spec;
 
 pub use dmalane_addr as addr;
@@ -61,6 +60,7 @@ pub use dmalane_vulkan as vulkan;
 pub use card_server::{CARD_PCI_ID, CardClient, CardServer, CardServerError};
 pub use causes::{error_chain, is_lost};
 pub use devices::BadDeviceSpec;
+pub use dmalane_device::size;
 pub use dmalane_file::FileOptions;
 pub use dmalane_load::{
     AllocRead, HostModel, Input, LoadOptions, ModelOptions, OpenDevice, OpenFile, Placement, Read, ReadFiles,

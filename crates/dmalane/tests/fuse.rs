@@ -263,5 +263,5 @@ fn what_a_file_system_can_do_to_a_reader() {
             }
         }
     }
-    assert_eq!(dmalane::file::quarantined_bytes(), 0);
+    assert_eq!(dmalane::dma::quarantined_bytes(), 0);
 }

@@ -8,10 +8,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use dmalane::addr::{Access, Address, CardAddr, FileOffset};
 use dmalane::device::Device as _;
-use dmalane::dma::{AnonHeap, Heap};
-use dmalane::file::{
-    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, quarantined_bytes,
-};
+use dmalane::dma::{AnonHeap, Heap, quarantined_bytes};
+use dmalane::file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue};
 use dmalane::queue::{
     Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, StallWatch,
 };

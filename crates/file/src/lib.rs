@@ -52,5 +52,4 @@ pub use options::{FileOptions, How, Io, Mode};
 pub use queue::{FileQueue, Moved};
 pub use reads::SharedReads;
 pub use residency::Residency;
-pub use ring::quarantined_bytes;
 pub use short::read_now;

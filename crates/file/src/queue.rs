@@ -36,7 +36,7 @@ pub struct Moved {
 ///
 /// Dropped with operations in flight, it cancels what the kernel has not begun and waits for the rest; memory that the
 /// kernel has not let go of after 10 seconds (threads: 2) is never freed, and counted by
-/// [`quarantined_bytes`](crate::quarantined_bytes).
+/// [`quarantined_bytes`](dmalane_dma::quarantined_bytes).
 ///
 /// While operations are in flight it has two file descriptors, and from the first one on a third, and some 60 us, for
 /// the ring, unless it [shares](FileQueue::sharing) one. A file that was opened by name may be closed in between

@@ -11,11 +11,10 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dmalane_dma::{BufferSlice, VolatileSlice};
+use dmalane_dma::{BufferSlice, VolatileSlice, quarantine};
 use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 use rustix::io::Errno;
@@ -25,30 +24,6 @@ use crate::error::errno;
 
 /// Time that a dropped ring waits for the kernel before it quarantines its memory.
 const TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Memory that the kernel may still touch. Statics are never dropped.
-static QUARANTINE: Mutex<Vec<BufferSlice>> = Mutex::new(Vec::new());
-/// Bytes of memory that threads hold which are stuck in a call.
-static STUCK: AtomicU64 = AtomicU64::new(0);
-
-/// Bytes of memory that this process will never free, because the kernel was not done with them within some seconds of
-/// their queue being dropped: a sign of a hanging disk, device or network file system.
-pub fn quarantined_bytes() -> u64 {
-    let slices = QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner);
-    slices.iter().map(|slice| slice.len() as u64).sum::<u64>() + STUCK.load(Ordering::Relaxed)
-}
-
-/// Counts memory that a thread holds which is stuck in a call.
-pub(crate) fn stuck(bytes: u64) {
-    STUCK.fetch_add(bytes, Ordering::Relaxed);
-}
-
-/// Quarantines memory that was counted as [`stuck`] until now: the call returned, but the device may still access it.
-/// The memory is never freed.
-pub(crate) fn quarantine(slice: BufferSlice) {
-    STUCK.fetch_sub(slice.len() as u64, Ordering::Relaxed);
-    QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(slice);
-}
 
 /// The operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -314,8 +289,10 @@ impl Ring {
 
     /// Leaks the memory of requests that the kernel has not finished.
     fn quarantine(&mut self) {
-        let slices = self.slots.iter_mut().filter_map(Option::take).map(|read| read.slice);
-        QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).extend(slices);
+        for read in self.slots.iter_mut().filter_map(Option::take) {
+            let bytes = read.slice.len() as u64;
+            quarantine(read.slice, bytes);
+        }
     }
 }
 
@@ -328,7 +305,10 @@ impl Drop for Ring {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_dma::{AnonHeap, Heap, HeapStats};
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use dmalane_dma::{AnonHeap, Heap, HeapStats, quarantined_bytes};
 
     use super::*;
 
@@ -387,17 +367,6 @@ mod tests {
         ring.free.retain(|slot| *slot != 3);
         ring.timeout = Duration::from_millis(50);
         drop(ring);
-        assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, LEN));
-    }
-
-    #[test]
-    fn memory_of_a_call_that_returned_late_counts_once() {
-        let _counts = COUNTS.lock();
-        let heap = AnonHeap::new();
-        let before = quarantined_bytes();
-        super::stuck(LEN as u64);
-        assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, 0));
-        quarantine(heap.allocate(LEN).unwrap().share().into_slice());
         assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, LEN));
     }
 

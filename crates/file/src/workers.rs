@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dmalane_dma::lock;
+use dmalane_dma::{lock, quarantine};
 
 use crate::ring::{self, Ask, Request};
 
@@ -139,7 +139,8 @@ impl Shared {
             let left = request.rest().len();
             let moved = usize::try_from(result).unwrap_or(0);
             if state.abandoned {
-                ring::quarantine(request.slice);
+                // Counted when the queue was dropped.
+                quarantine(request.slice, 0);
             } else if self.short == Short::Returns {
                 state.ended.push_back((request, result));
             } else if result == -libc::EINTR || (1..left).contains(&moved) {
@@ -165,7 +166,7 @@ impl Drop for Workers {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 state.abandoned = true;
-                ring::stuck(state.bytes);
+                quarantine((), state.bytes);
                 return; // threads without a handle go on by themselves
             }
             (state, _) = self.shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);

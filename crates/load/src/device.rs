@@ -32,7 +32,7 @@ use crate::timeline::Track;
 /// Settings for driving a device.
 #[derive(Clone)]
 pub struct DriveOptions {
-    /// Which queues move the bytes.
+    /// Which queues move the bytes: those with an entry, or all.
     pub queues: QueueChoice,
     /// Where staging buffers come from; `None` for the best heap of the device's registrar.
     pub heap: Option<Arc<dyn Heap>>,
@@ -46,7 +46,7 @@ impl Default for DriveOptions {
     /// All queues, the registrar's heap, 16 MiB per staging buffer, reads of any length, hashing.
     fn default() -> Self {
         let fill = FillOptions { chunk: 16 << 20, block: u64::MAX, checksum: true, ..FillOptions::default() };
-        Self { queues: QueueChoice::Auto, heap: None, align: TensorAlign::default(), fill }
+        Self { queues: QueueChoice::default(), heap: None, align: TensorAlign::default(), fill }
     }
 }
 
@@ -255,13 +255,13 @@ impl OpenDevice {
     /// # Errors
     /// [`Error::NoQueue`] for a queue that it does not have, or none at all.
     pub fn new(mut device: Box<dyn Device>, options: DriveOptions) -> Result<Self, Error> {
-        let choice = options.queues.list();
+        let choice: Vec<usize> = options.queues.entries().iter().flatten().copied().collect();
         let (info, queues, registrar) = (device.info(), device.take_queues(), device.registrar());
         let has = queues.len();
         if let Some(wanted) = choice.iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {
             return Err(Error::NoQueue { wanted, has });
         }
-        let policy: Box<dyn Policy> = match choice {
+        let policy: Box<dyn Policy> = match &choice[..] {
             [] if has == 1 => Box::new(AddressPolicy::only(0)),
             // Queues that take turns must not be balanced: what they seem to differ in is only who is looked at first.
             [] if !info.concurrent => Box::new(AddressPolicy::new(areas(device.regions()))),

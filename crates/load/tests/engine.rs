@@ -68,7 +68,7 @@ fn settings(random: &mut Random, device: &dyn Device) -> (DriveOptions, Placemen
         1 => Placement::Default,
         _ => [Placement::DDR, Placement::HBM, Placement::HBM_HALF][random.below(3) as usize].clone(),
     };
-    let queues = if random.below(2) == 0 { QueueChoice::Auto } else { QueueChoice::Only(0) };
+    let queues = if random.below(2) == 0 { QueueChoice::default() } else { QueueChoice::only(0) };
     let chunk = [1, 10_000, 65_536, 100_000, 1 << 20, 16 << 20][random.below(6) as usize];
     let hash_thread = [None, Some(false), Some(true)][random.below(3) as usize];
     let fill = FillOptions { chunk, hash_thread, ..DriveOptions::default().fill };

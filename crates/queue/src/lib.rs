@@ -30,7 +30,7 @@ mod wait;
 pub use addr::{DeviceAddr, QueueAddr};
 pub use balance::BalancePolicy;
 pub use capabilities::{Capabilities, Direction, Limits};
-pub use choice::{BadQueueChoice, QueueChoice, parse_queues};
+pub use choice::{BadQueueChoice, QueueChoice};
 pub use error::{OpError, Refusal, StopCause, StopReason};
 pub use operation::{CacheHint, GatherList, HostSlice, Operation, Shape, Work};
 pub use outcome::{Cancelled, Completion, Refused, Ticket};

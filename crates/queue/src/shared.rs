@@ -703,13 +703,10 @@ impl<Q: Queue> Drop for SharedHandle<Q> {
     }
 }
 
-impl<Q: Queue> std::fmt::Debug for SharedQueue<Q> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let in_flight = self.in_flight();
-        let handles = &lock(&self.0.back).handles;
-        write!(f, "SharedQueue({} handles, {in_flight} in flight)", handles.all.len() - handles.free.len())
-    }
-}
+dmalane_dma::debug_as!(SharedQueue<Q>, [Q: Queue], |it| "SharedQueue({} handles, {} in flight)", {
+    let handles = &lock(&it.0.back).handles;
+    handles.all.len() - handles.free.len()
+}, it.in_flight());
 
 dmalane_dma::debug_as!(SharedHandle<Q>, [Q: Queue], |it| "SharedHandle({} in flight)", it.in_flight);
 

@@ -1,11 +1,10 @@
 //! Buffers of the driver, and which of them an address of this process lies in.
 
-use std::any::Any;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use dmalane_device::NoIommu;
 use dmalane_dma::{DriverHeap, Error as DmaError, lock};
@@ -13,25 +12,7 @@ use dmalane_dma::{DriverHeap, Error as DmaError, lock};
 use crate::Error;
 use crate::abi::{self, halves};
 use crate::kernel::{Handle, Kernel, Request};
-use crate::live::{Live, Place};
-use crate::sys::Mapped;
-
-/// Memory that the card may still use, because its queue could not be stopped. Never dropped.
-static QUARANTINED: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
-/// Bytes of that.
-static QUARANTINED_BYTES: AtomicU64 = AtomicU64::new(0);
-
-/// Bytes of host memory that this process never gives back, because the driver could not stop their queue: the card may
-/// still read or write that memory.
-pub fn quarantined_bytes() -> u64 {
-    QUARANTINED_BYTES.load(Ordering::Relaxed)
-}
-
-/// Leaks memory: it is never freed.
-pub(crate) fn quarantine(memory: impl Any + Send, bytes: u64) {
-    lock(&QUARANTINED).push(Box::new(memory));
-    QUARANTINED_BYTES.fetch_add(bytes, Ordering::Relaxed);
-}
+use crate::sys::{Live, Mapped};
 
 /// The kernel's pages, in bytes: transfers begin at multiples of this in a buffer.
 pub(crate) fn page() -> usize {
@@ -68,8 +49,7 @@ impl Buffers {
         self.hint.store(hint, Ordering::Relaxed);
         let bytes =
             NonZeroUsize::new(len).ok_or(Error::Answer { call: "BUF_CREATE", what: "an empty buffer".into() })?;
-        let mapped = Mapped::new(file, bytes, |address, file| Place::list(&self.live, address, len, file));
-        mapped.map_err(Error::Map)
+        Mapped::new(file, bytes, &self.live).map_err(Error::Map)
     }
 
     /// How the driver says that the channels should share the work, once a buffer was created.
@@ -79,7 +59,7 @@ impl Buffers {
 
     /// The file of the buffer that holds these bytes of this process, and the offset there.
     pub(crate) fn find(&self, address: usize, len: usize) -> Option<(RawFd, u64)> {
-        let live = lock(&self.live.0);
+        let live = lock(&self.live);
         let (first, (whole, file)) = live.range(..=address).next_back()?;
         let offset = address - first;
         (offset.checked_add(len)? <= *whole).then_some((*file, offset as u64))

@@ -11,17 +11,6 @@ use crate::abi::{self, PairOp};
 use crate::buffers::Buffers;
 use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
 
-/// The driver's description of itself and of the card.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Info {
-    /// Bytes of the structure that the driver has: 20, or, since July 2026, 52.
-    pub size: u32,
-    /// Bits of capabilities; no version sets any.
-    pub caps: u32,
-    /// The PCI address of the card's DMA function; `None` for drivers that do not say.
-    pub pci: Option<String>,
-}
-
 /// An open door to the driver: its node, or its daemon's socket.
 pub(crate) struct Card {
     kernel: Arc<dyn Kernel>,
@@ -33,8 +22,9 @@ impl Card {
         Self { kernel, door }
     }
 
-    /// Asks the driver what it is; an unknown version is refused.
-    pub(crate) fn info(&self) -> Result<Info, Error> {
+    /// Asks the driver what it is; an unknown version is refused. Gives the bytes of its answer (20, or, since July
+    /// 2026, 52), and the PCI address of the card's DMA function, if it says.
+    pub(crate) fn info(&self) -> Result<(u32, Option<String>), Error> {
         let mut words = [0; abi::INFO_WORDS];
         let call = self.kernel.call(&self.door, Request::Info, &mut words);
         call.map_err(|e| Error::call(Request::Info, e))?;
@@ -51,7 +41,7 @@ impl Card {
         let text = String::from_utf8_lossy(&bytes[..end]).into_owned();
         // The text comes from the driver and is printed.
         let pci = Some(text).filter(|t| !t.is_empty() && t.chars().all(|c| c.is_ascii_graphic()));
-        Ok(Info { size, caps, pci })
+        Ok((size, pci))
     }
 
     /// Adds and starts a queue pair on a memory channel, and opens its file.

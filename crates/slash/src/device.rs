@@ -14,7 +14,7 @@ use dmalane_queue::DeviceQueue;
 use crate::Error;
 use crate::abi::{self, MAX_RANGES};
 use crate::buffers::{heap, page, registrar};
-use crate::card::{Card, Info};
+use crate::card::Card;
 use crate::kernel::{Handle, Kernel, Request};
 use crate::queue::SlashQueue;
 use crate::regions::regions;
@@ -88,7 +88,6 @@ impl Default for SlashOptions {
 pub struct SlashDevice {
     // Queues end before the node is closed.
     queues: Vec<Box<DeviceQueue>>,
-    info: Info,
     notes: Vec<String>,
     regions: [Region; 3],
     registrar: NoIommu,
@@ -153,7 +152,7 @@ impl SlashDevice {
             return Err(Error::Ring(options.ring));
         }
         let card = Arc::new(card);
-        let info = card.info()?;
+        let (size, pci) = card.info()?;
         let regions = regions();
         let reach = Arc::new(match daemon {
             Some(_) => Reach::default(),
@@ -199,8 +198,8 @@ impl SlashDevice {
         let mut notes = vec![
             format!(
                 "{}, INFO of {} bytes, rings of size {}",
-                info.pci.as_deref().map_or("PCI address unknown".to_owned(), |pci| format!("PCI {pci}")),
-                info.size,
+                pci.map_or("PCI address unknown".to_owned(), |pci| format!("PCI {pci}")),
+                size,
                 options.ring
             ),
             "host memory: buffers of the driver, into which files are read directly".to_owned(),
@@ -209,12 +208,7 @@ impl SlashDevice {
         if daemon.is_some() {
             notes.push("lent by vrtd, which grants memory in blocks of 64 MiB to 512 MiB".to_owned());
         }
-        Ok(Self { queues, info, notes, regions, registrar, space: FlatSpace::new(), reach, daemon })
-    }
-
-    /// The driver's description of itself and of the card.
-    pub fn driver(&self) -> &Info {
-        &self.info
+        Ok(Self { queues, notes, regions, registrar, space: FlatSpace::new(), reach, daemon })
     }
 }
 
@@ -251,7 +245,7 @@ impl Device for SlashDevice {
     }
 }
 
-dmalane_dma::debug_as!(SlashDevice, |it| "SlashDevice({})", it.info.pci.as_deref().unwrap_or("unknown PCI address"));
+dmalane_dma::debug_as!(SlashDevice, |it| "SlashDevice({:?})", it.notes);
 
 #[cfg(test)]
 mod tests {

@@ -1,6 +1,5 @@
 //! The port to the driver: its calls, made by the kernel or answered by a model of it.
 
-use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -101,11 +100,7 @@ impl Drop for Handle {
     }
 }
 
-impl fmt::Debug for Handle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.file.fmt(f)
-    }
-}
+dmalane_dma::debug_as!(Handle, |it| "{:?}", it.file);
 
 /// The driver's calls. All may be made from several threads.
 pub trait Kernel: Send + Sync {

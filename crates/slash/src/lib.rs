@@ -26,7 +26,6 @@ mod card;
 mod device;
 mod error;
 mod kernel;
-mod live;
 #[cfg(feature = "model")]
 pub mod model;
 mod queue;
@@ -35,8 +34,6 @@ mod sys;
 mod vrtd;
 mod worker;
 
-pub use buffers::quarantined_bytes;
-pub use card::Info;
 pub use device::{Node, SlashDevice, SlashOptions, nodes};
 pub use error::Error;
 pub use kernel::{Calls, Handle, Kernel, Request, Transfer};

@@ -7,17 +7,16 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dmalane_dma::DriverMemory;
+use dmalane_dma::{DriverMemory, lock};
 use io_uring::{IoUring, opcode};
 use rustix::mm::{self, MapFlags, ProtFlags};
 
 use crate::kernel::{Calls, Handle, Kernel, Request, Transfer};
-use crate::live::Place;
 
 /// The running kernel.
 #[derive(Debug)]
@@ -162,9 +161,13 @@ impl Drop for Commands {
 pub(crate) struct Mapped {
     address: NonNull<u8>,
     len: NonZeroUsize,
-    /// Where the buffer is listed, with its file.
-    place: Place,
+    /// Where the buffer is listed.
+    live: Arc<Live>,
+    _file: Handle,
 }
+
+/// Mapped buffers by their address in this process: bytes, and the number of the file.
+pub(crate) type Live = Mutex<BTreeMap<usize, (usize, RawFd)>>;
 
 // SAFETY: the mapping is plain memory owned by this value (see the invariant), not tied to a thread.
 unsafe impl Send for Mapped {}
@@ -172,27 +175,24 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Maps a whole buffer. `list` is told the address, and its result is kept as long as the mapping.
+    /// Maps a whole buffer, listed in `live` as long as it is mapped.
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn new(
-        buffer: Handle,
-        len: NonZeroUsize,
-        list: impl FnOnce(usize, Handle) -> Place,
-    ) -> io::Result<Self> {
+    pub(crate) fn new(buffer: Handle, len: NonZeroUsize, live: &Arc<Live>) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base = unsafe { mm::mmap(ptr::null_mut(), len.get(), access, MapFlags::SHARED, &buffer, 0) }?;
         let address = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { address, len, place: list(address.addr().get(), buffer) })
+        lock(live).insert(address.addr().get(), (len.get(), buffer.as_fd().as_raw_fd()));
+        Ok(Self { address, len, live: live.clone(), _file: buffer })
     }
 }
 
 impl Drop for Mapped {
     fn drop(&mut self) {
         // Before the kernel can give the address to another mapping.
-        self.place.unlist();
+        lock(&self.live).remove(&self.address.addr().get());
         // SAFETY: the range is this value's own mapping, and its owner, the buffer made of it, is gone.
         let _ = unsafe { mm::munmap(self.address.as_ptr().cast(), self.len.get()) };
     }

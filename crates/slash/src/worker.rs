@@ -15,12 +15,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
-use dmalane_dma::{BufferSlice, CopyHint};
+use dmalane_dma::{BufferSlice, CopyHint, quarantine};
 use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Refusal, StopReason, Ticket, Work};
 
 use crate::Error;
 use crate::abi::{self, DmaDirection, MAX_RANGES, TransferRange};
-use crate::buffers::{Buffers, page, quarantine};
+use crate::buffers::{Buffers, page};
 use crate::card::Pair;
 use crate::kernel::{Calls, Request};
 use crate::vrtd::Reach;

@@ -11,9 +11,10 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_device::conformance::suite;
+use dmalane_dma::quarantined_bytes;
 use dmalane_dma::{BufferSlice, Heap, error_chain};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Registered, StopReason, drain, run};
-use dmalane_slash::{DDR, HBM, Node, SlashDevice, SlashOptions, quarantined_bytes};
+use dmalane_slash::{DDR, HBM, Node, SlashDevice, SlashOptions};
 use rustix::fs::{Mode, OFlags};
 
 const LONG: Duration = Duration::from_secs(60);

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
+use dmalane_device::size::{Size, binary, binary_up};
 use dmalane_queue::{OpError, Refusal, StopReason};
 use thiserror::Error;
 
@@ -44,7 +45,10 @@ pub enum ValidateError {
     #[error("the device has no {0}")]
     NoMemory(Phase),
     /// The buffers do not fit.
-    #[error("{memory} has {}; the buffers need {}, the starting offset included", size(*have), size(*needed))]
+    #[error(
+        "{memory} has {:#}; the buffers need {:#}, the starting offset included",
+        Size::new(*have), Size::new(*needed)
+    )]
     TooSmall {
         /// Which memory.
         memory: &'static str,
@@ -65,11 +69,10 @@ pub enum ValidateError {
     /// The contents of the device's file cannot be read, so nothing was written.
     #[error("cannot read the device's contents")]
     Contents(#[source] std::io::Error),
-    /// The device is a character device, which may hold data, and [`Contents`](crate::Contents) does not allow to
-    /// overwrite them.
+    /// The device is a character device, which may hold data that are not to be overwritten.
     #[error("{0} is a character device, whose contents would be overwritten")]
     Lost(String),
-    /// The device is a file that holds data, and [`Contents`](crate::Contents) does not allow to overwrite them.
+    /// The device is a file that holds data, which are not to be overwritten.
     #[error("{0} holds data, which would be overwritten")]
     HoldsData(String),
     /// It was cancelled: see [`TestedDevice::stop_when`](crate::TestedDevice::stop_when).
@@ -79,7 +82,7 @@ pub enum ValidateError {
     #[error("cannot start a thread")]
     Thread(#[source] std::io::Error),
     /// Not as much memory as buffers and references take.
-    #[error("{} of memory are needed, and there is room for {} ({limited_by})", size(*needed), size(*have))]
+    #[error("{} of memory are needed, and there is room for {} ({limited_by})", binary_up(*needed), binary(*have))]
     NoMemoryFor {
         /// Bytes.
         needed: u64,
@@ -139,11 +142,4 @@ pub enum ValidateError {
     /// Copies by the driver alone, which are the reference, failed.
     #[error("the reference could not be measured by the device's driver")]
     DriverCopies(#[source] Box<dyn std::error::Error + Send + Sync>),
-}
-
-/// Bytes for people: in the largest unit of which they are a whole number.
-pub(crate) fn size(bytes: u64) -> String {
-    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let unit = units.into_iter().find(|(bits, _)| bytes >> bits > 0 && bytes.is_multiple_of(1 << bits));
-    unit.map_or_else(|| format!("{bytes} bytes"), |(bits, unit)| format!("{} {unit}", bytes >> bits))
 }

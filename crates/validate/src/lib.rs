@@ -1,12 +1,11 @@
 //! Measuring a device: what it moves, beside what is possible, and never a figure for bytes that were not compared.
 //!
 //! A [`TestedDevice`] is a device whose queues nothing else uses; [`run`] measures it as
-//! [`ValidateSettings`] say and returns a [`ValidateReport`]. First every thread writes and reads back its buffers, all
+//! [`ValidateSettings`] say into a [`ValidateReport`]. First every thread writes and reads back its buffers, all
 //! of them before any is compared, so that buffers that share addresses show. Then each figure is measured for a while
 //! and the bytes that it moved last are compared; where they are not right, the report has no figure.
 #![forbid(unsafe_code)]
 
-mod channels;
 mod error;
 mod measure;
 mod place;
@@ -19,9 +18,8 @@ mod tests;
 mod walk;
 mod workers;
 
-pub use channels::Channels;
 pub use error::ValidateError;
-pub use measure::{run, run_into};
+pub use measure::run;
 pub use report::{Figure, Integrity, Rate, ValidateEvent, ValidateReport};
-pub use settings::{Allocation, Directions, Pages, Phase, Stop, ValidateSettings};
-pub use target::{Contents, TestedDevice};
+pub use settings::{Allocation, Directions, Pages, Phase, ValidateSettings};
+pub use target::TestedDevice;

@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
 use dmalane_addr::CardAddr;
+use dmalane_device::size::Size;
 use dmalane_dma::PageKind;
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceQueue, Direction, Policy, Split};
 
-use crate::error::{ValidateError, size};
+use crate::error::ValidateError;
 use crate::place::{Layout, Memories};
 use crate::report::{Figure, Integrity, ValidateEvent, ValidateReport};
 use crate::settings::{Allocation, Directions, Pages, Phase, Stop, ValidateSettings};
@@ -43,7 +44,8 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
     round << 16 | (thread as u64) << 8 | walk as u64
 }
 
-/// Measures a device. Its content from [`ValidateSettings::starting_offset`] on is overwritten.
+/// Measures a device, into a report that has what was measured before an error, too. The device's content from
+/// [`ValidateSettings::starting_offset`] on is overwritten.
 ///
 /// # Errors
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
@@ -51,27 +53,16 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
 pub fn run(
     target: &TestedDevice,
     settings: &ValidateSettings,
-    watch: &mut dyn FnMut(ValidateEvent),
-) -> Result<ValidateReport, ValidateError> {
-    let mut report = ValidateReport::default();
-    run_into(target, settings, &mut report, watch).map(|()| report)
-}
-
-/// As [`run`], into a report that has what was measured before an error.
-///
-/// # Errors
-/// As [`run`].
-pub fn run_into(
-    target: &TestedDevice,
-    settings: &ValidateSettings,
     report: &mut ValidateReport,
     watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<(), ValidateError> {
-    let channels = check(target, settings)?;
+    settings.check()?;
+    let channels = channels(target, settings)?;
+    let offset = settings.starting_offset.unwrap_or(0);
     let phases = if settings.phases.is_empty() { target.phases() } else { settings.phases.clone() };
     let mut layout = Layout {
         memories: target.memories,
-        offset: settings.starting_offset,
+        offset,
         stride: settings.stride,
         paired: (settings.allocation == Allocation::Paired).then_some(settings.region_stride),
     };
@@ -81,14 +72,14 @@ pub fn run_into(
         layout.paired = Some(Some(target.memories.least() / 2 / PAGE * PAGE));
     }
     let slots = 2 * (settings.threads * settings.iodepth) as u64;
-    // Before anything is measured: do all of them fit?
+    // Before anything is measured: do all of them fit? The last first, so that an error says how much all need.
     for &phase in &phases {
         for &buffer in &settings.buffers {
             let places = |slot| match settings.is_positional() {
                 true => memories(phase).iter().try_for_each(|m| layout.at_position(*m, slot, slots, buffer).map(drop)),
                 false => layout.places(phase, slot, slots, buffer).map(drop),
             };
-            (0..slots).try_for_each(places)?;
+            (0..slots).rev().try_for_each(places)?;
         }
     }
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
@@ -97,9 +88,9 @@ pub fn run_into(
     // Sums that fit: the layouts were checked above.
     let end = match settings.is_positional() && one {
         true => layout.end(slots, largest)?,
-        false => settings.starting_offset + slots * largest,
+        false => offset + slots * largest,
     };
-    target.may_overwrite(settings.starting_offset, end - settings.starting_offset)?;
+    target.may_overwrite(offset, end - offset)?;
     let allocated = target.allocate(end, &phases)?;
     if let Some(allocated) = &allocated {
         layout.memories = allocated.memories();
@@ -142,7 +133,9 @@ fn cases(
             }
             for &pages in &settings.pages {
                 if pages == Pages::Huge && buffer < HUGE {
-                    report.left_out.push(format!("{phase}, {}, {pages}: a buffer is less than one", size(buffer)));
+                    report
+                        .left_out
+                        .push(format!("{phase}, {:#}, {pages}: a buffer is less than one", Size::new(buffer)));
                     continue;
                 }
                 let case = Case { target, settings, channels, layout, phase, buffer, pages };
@@ -153,42 +146,44 @@ fn cases(
     Ok(())
 }
 
-/// Refuses settings that make no sense, and returns the channels that are used.
-fn check(target: &TestedDevice, settings: &ValidateSettings) -> Result<Vec<usize>, ValidateError> {
-    let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
-    if !(1..=64).contains(&settings.threads) {
-        return bad("a number of threads", settings.threads as u64, "not from 1 to 64");
-    }
-    if !(1..=64).contains(&settings.iodepth) {
-        return bad("an I/O depth", settings.iodepth as u64, "not from 1 to 64");
-    }
-    for &buffer in &settings.buffers {
-        if buffer == 0 || !buffer.is_multiple_of(PAGE) {
-            return bad("a buffer size", buffer, "not a multiple of 4 KiB");
+impl ValidateSettings {
+    /// Refuses settings that make sense on no device.
+    ///
+    /// # Errors
+    /// [`ValidateError::Bad`]
+    pub fn check(&self) -> Result<(), ValidateError> {
+        let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
+        if !(1..=64).contains(&self.threads) {
+            return bad("a number of threads", self.threads as u64, "not from 1 to 64");
         }
-        if buffer > 1 << 30 {
-            return bad("a buffer size", buffer, "more than 1 GiB");
+        if !(1..=64).contains(&self.iodepth) {
+            return bad("an I/O depth", self.iodepth as u64, "not from 1 to 64");
         }
-    }
-    if !settings.starting_offset.is_multiple_of(PAGE) {
-        return bad("a starting offset", settings.starting_offset, "not a multiple of 4 KiB");
-    }
-    if let Some(stride) = settings.stride {
-        if !stride.is_multiple_of(PAGE) {
-            return bad("an offset", stride, "not a multiple of 4 KiB");
+        if let Some(&buffer) = self.buffers.iter().find(|buffer| !(PAGE..=1 << 30).contains(*buffer)) {
+            return bad("a buffer size", buffer, "not from 4 KiB to 1 GiB");
         }
-        if settings.buffers.iter().any(|buffer| *buffer > stride) {
+        let mut sizes: Vec<_> = self.buffers.iter().map(|buffer| ("a buffer size", *buffer)).collect();
+        sizes.extend(self.starting_offset.map(|offset| ("a starting offset", offset)));
+        sizes.extend(self.stride.map(|stride| ("an offset", stride)));
+        if let Some((what, value)) = sizes.into_iter().find(|(_, value)| !value.is_multiple_of(PAGE)) {
+            return bad(what, value, "not a multiple of 4 KiB");
+        }
+        if let Some(stride) = self.stride.filter(|stride| self.buffers.iter().any(|buffer| buffer > stride)) {
             return bad("an offset", stride, "less than a buffer, so buffers would overlap");
         }
+        if let Some(stride) = self.region_stride.filter(|stride| *stride == 0 || !stride.is_multiple_of(PAGE)) {
+            return bad("a region stride", stride, "not a multiple of 4 KiB above 0");
+        }
+        match self.stop() {
+            Stop::After(0) => bad("a number of iterations", 0, "less than 1"),
+            Stop::For(time) if time.is_zero() => bad("a duration", 0, "no time to measure anything"),
+            _ => Ok(()),
+        }
     }
-    if let Some(stride) = settings.region_stride.filter(|stride| *stride == 0 || !stride.is_multiple_of(PAGE)) {
-        return bad("a region stride", stride, "not a multiple of 4 KiB above 0");
-    }
-    match settings.stop {
-        Stop::After(0) => return bad("a number of iterations", 0, "less than 1"),
-        Stop::For(time) if time.is_zero() => return bad("a duration", 0, "no time to measure anything"),
-        _ => {}
-    }
+}
+
+/// The channels that are used.
+fn channels(target: &TestedDevice, settings: &ValidateSettings) -> Result<Vec<usize>, ValidateError> {
     let has = target.channels();
     let entries = settings.channels.entries();
     let positions = 2 * settings.threads;
@@ -232,7 +227,7 @@ struct Case<'a> {
 impl Case<'_> {
     fn run(&self, report: &mut ValidateReport, watch: &mut dyn FnMut(ValidateEvent)) -> Result<(), ValidateError> {
         let Self { phase, buffer, pages, settings, .. } = *self;
-        let what = format!("{phase}, {}, {pages}", size(buffer));
+        let what = format!("{phase}, {:#}, {pages}", Size::new(buffer));
         // At positions, each direction has buffers of its own.
         let groups = match settings.is_positional() {
             true => settings.directions.chunks(1),
@@ -243,8 +238,8 @@ impl Case<'_> {
         for (round, directions) in (2..).step_by(ROUNDS).zip(groups) {
             watch(ValidateEvent::Step(format!("{what}: comparing")));
             let workers = match settings.is_positional() {
-                true => self.workers_at_positions(directions[0])?,
-                false => self.workers()?,
+                true => self.at_positions(directions[0])?,
+                false => self.packed()?,
             };
             let (mut workers, kind) = match workers {
                 Ok(workers) => workers,
@@ -278,7 +273,7 @@ impl Case<'_> {
         watch: &mut dyn FnMut(ValidateEvent),
     ) -> Result<(), ValidateError> {
         let Self { target, settings, phase, buffer, pages, .. } = *self;
-        let mut say = |what| watch(ValidateEvent::Step(format!("{phase}, {}, {pages}: {what}", size(buffer))));
+        let mut say = |what| watch(ValidateEvent::Step(format!("{phase}, {:#}, {pages}: {what}", Size::new(buffer))));
         for (round, &directions) in (first..).zip(of) {
             if integrity.ok < integrity.threads {
                 break;
@@ -291,7 +286,7 @@ impl Case<'_> {
             let active = |measured| directions.include(measured);
             let [up, down] = [UP, DOWN].map(active);
             refill(workers, round);
-            self.go(workers, settings.stop, active)?;
+            self.go(workers, settings.stop(), active)?;
             let (write, read) = (rate(workers, UP).filter(|_| up), rate(workers, DOWN).filter(|_| down));
             let mut wrong = Vec::new();
             if down {
@@ -316,7 +311,7 @@ impl Case<'_> {
             if target.cancelled.load(Ordering::Relaxed) {
                 return Err(ValidateError::Interrupted);
             }
-            let measured = || target.reference(workers, directions, buffer, settings.stop);
+            let measured = || target.reference(workers, directions, buffer, settings.stop());
             let mut figure = Figure { phase, buffer, pages, kind, directions, read, write, reference: None };
             let mut reference = measured()?;
             // A machine that was busy meanwhile gave less than it can.
@@ -329,63 +324,60 @@ impl Case<'_> {
         Ok(())
     }
 
-    /// A worker for each thread, with packed buffers; or why there are no such pages.
-    fn workers(&self) -> Result<MaybeWorkers, ValidateError> {
-        let Self { settings, layout, phase, buffer, .. } = self;
+    /// A worker for each thread, with packed buffers.
+    fn packed(&self) -> Result<MaybeWorkers, ValidateError> {
+        let Self { settings, layout, phase, buffer, .. } = *self;
         let of_thread = 2 * settings.iodepth as u64;
         let slots = of_thread * settings.threads as u64;
+        self.workers((0..slots).step_by(of_thread as usize).map(|first| {
+            let walk = move |slot| (if slot % 2 == 0 { UP } else { DOWN }, layout.places(phase, slot, slots, buffer));
+            (settings.channels.at(0), (first..first + of_thread).map(walk))
+        }))
+    }
+
+    /// A worker for each buffer: thread `t` has position `t`, or with both directions at once reads at position `2t`
+    /// and writes at position `2t + 1`. Its further buffers lie at as many positions behind those of all.
+    fn at_positions(&self, directions: Directions) -> Result<MaybeWorkers, ValidateError> {
+        let Self { settings, channels, layout, phase, buffer, .. } = *self;
+        let (slots, all) = (2 * settings.threads, 2 * settings.threads * settings.iodepth);
+        let positions = if directions == Directions::Both { slots } else { settings.threads };
+        let of_memory = |memory| (0..positions).map(move |position| (memory, position));
+        self.workers(memories(phase).iter().flat_map(of_memory).enumerate().map(|(number, (memory, position))| {
+            let measured = match directions {
+                Directions::Read => DOWN,
+                Directions::Write => UP,
+                Directions::Both if position % 2 == 0 => DOWN,
+                Directions::Both => UP,
+            };
+            let alternating = match (settings.allocation, settings.raw) {
+                (Allocation::Paired, _) => Some(channels[position % channels.len()]),
+                // In the order in which queues are made, as a driver numbers them.
+                (_, true) => Some(channels[number % channels.len()]),
+                _ => None,
+            };
+            let walk = move |at: usize| (measured, layout.at_position(*memory, at as u64, all as u64, buffer));
+            (settings.channels.at(position).or(alternating), (position..all).step_by(slots).map(walk))
+        }))
+    }
+
+    /// A worker for each of these channels (`None`: a policy over all) and lists of walks; or why there are no pages of
+    /// this kind.
+    fn workers<W>(&self, of: impl Iterator<Item = (Option<usize>, W)>) -> Result<MaybeWorkers, ValidateError>
+    where
+        W: Iterator<Item = (Direction, Result<Vec<(CardAddr, u64)>, ValidateError>)>,
+    {
         let (mut workers, mut kind) = (Vec::new(), PageKind::Base);
-        for first in (0..slots).step_by(of_thread as usize) {
+        for (channel, each) in of {
             let mut walks = Vec::new();
-            for slot in first..first + of_thread {
-                let measured = if slot % 2 == 0 { UP } else { DOWN };
-                let places = layout.places(*phase, slot, slots, *buffer)?;
-                let (walk, of) = match self.walk(measured, &places)? {
+            for (measured, places) in each {
+                let (walk, of) = match self.walk(measured, &places?)? {
                     Ok(made) => made,
                     Err(why) => return Ok(Err(why)),
                 };
                 kind = of;
                 walks.push(walk);
             }
-            workers.push(Worker { queue: self.queue(settings.channels.at(0)), walks });
-        }
-        Ok(Ok((workers, kind)))
-    }
-
-    /// A worker for each buffer: thread `t` has position `t`, or with both directions at once reads at position `2t`
-    /// and writes at position `2t + 1`. Its further buffers lie at as many positions behind those of all. Or why there
-    /// are no such pages.
-    fn workers_at_positions(&self, directions: Directions) -> Result<MaybeWorkers, ValidateError> {
-        let Self { settings, channels, layout, phase, buffer, .. } = self;
-        let slots = 2 * settings.threads;
-        let positions = if directions == Directions::Both { slots } else { settings.threads };
-        let (mut workers, mut kind) = (Vec::new(), PageKind::Base);
-        for memory in memories(*phase) {
-            for position in 0..positions {
-                let measured = match directions {
-                    Directions::Read => DOWN,
-                    Directions::Write => UP,
-                    Directions::Both if position % 2 == 0 => DOWN,
-                    Directions::Both => UP,
-                };
-                let (mut walks, all) = (Vec::new(), slots * settings.iodepth);
-                for position in (position..all).step_by(slots) {
-                    let places = layout.at_position(*memory, position as u64, all as u64, *buffer)?;
-                    let (walk, of) = match self.walk(measured, &places)? {
-                        Ok(made) => made,
-                        Err(why) => return Ok(Err(why)),
-                    };
-                    kind = of;
-                    walks.push(walk);
-                }
-                let alternating = match (settings.allocation, settings.raw) {
-                    (Allocation::Paired, _) => Some(channels[position % channels.len()]),
-                    // In the order in which queues are made, as a driver numbers them.
-                    (_, true) => Some(channels[workers.len() % channels.len()]),
-                    _ => None,
-                };
-                workers.push(Worker { queue: self.queue(settings.channels.at(position).or(alternating)), walks });
-            }
+            workers.push(Worker { queue: self.queue(channel), walks });
         }
         Ok(Ok((workers, kind)))
     }

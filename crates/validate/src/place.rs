@@ -49,16 +49,28 @@ impl Layout {
         };
         let first_len = memory.map_or(0, |m| m.len());
         let have = first_len.saturating_add(second.map_or(0, |m: Span<CardAddr>| m.len()));
-        let (at, end) = self.offset_of(position, positions, len, have)?;
-        if end > have {
-            return Err(ValidateError::TooSmall { memory: name, needed: end, have });
-        }
+        let (at, end) = self.fitting(name, position, positions, len, have)?;
         let within = |span: Option<Span<CardAddr>>, at: u64| CardAddr::new(span.map_or(0, |s| s.first().bits()) + at);
         Ok(match () {
             () if end <= first_len => vec![(within(first, at), len)],
             () if at >= first_len => vec![(within(second, at - first_len), len)],
             () => vec![(within(first, at), first_len - at), (within(second, 0), end - first_len)],
         })
+    }
+
+    /// As [`Self::offset_of`], where the buffer fits into the memory.
+    fn fitting(
+        &self,
+        memory: &'static str,
+        position: u64,
+        positions: u64,
+        len: u64,
+        have: u64,
+    ) -> Result<(u64, u64), ValidateError> {
+        match self.offset_of(position, positions, len, have)? {
+            (_, needed) if needed > have => Err(ValidateError::TooSmall { memory, needed, have }),
+            place => Ok(place),
+        }
     }
 
     /// Where in a memory of `have` bytes the buffer at a position begins and ends.
@@ -93,14 +105,6 @@ impl Layout {
     /// The places of buffer `slot` of `slots`, in order, packed and in HBM striped.
     pub fn places(&self, phase: Phase, slot: u64, slots: u64, len: u64) -> Result<Vec<(CardAddr, u64)>, ValidateError> {
         match (phase, self.memories) {
-            (Phase::Device, Memories::One(memory)) => {
-                let first = self.within("the device", memory.map_or(0, |m| m.len()), slot, slots, len)?;
-                Ok(vec![(CardAddr::new(memory.map_or(0, |m| m.first().bits()) + first), len)])
-            }
-            (Phase::Ddr, Memories::Card { ddr, .. }) => {
-                let first = self.within("DDR", ddr.len(), slot, slots, len)?;
-                Ok(vec![(CardAddr::new(ddr.first().bits() + first), len)])
-            }
             (Phase::Hbm, Memories::Card { hbm, .. }) => self.hbm(hbm, slot, slots, len),
             (Phase::Both, Memories::Card { .. }) => {
                 // Whole pages to each; of a single one, every other buffer's to either.
@@ -114,7 +118,7 @@ impl Layout {
                 }
                 Ok(places)
             }
-            (phase, _) => Err(ValidateError::NoMemory(phase)),
+            (phase, _) => self.at_position(phase, slot, slots, len),
         }
     }
 
@@ -128,8 +132,8 @@ impl Layout {
         let half = halves[0].len().min(halves[1].len());
         // A buffer of two pages or more lies in both halves.
         let stripe = (len / 2 / PAGE * PAGE).clamp(PAGE, STRIPE);
-        let first = self.within("HBM", 2 * half, slot, slots, len)?;
-        let (mut at, end, mut places) = (first, first + len, Vec::new());
+        let (mut at, end) = self.fitting("HBM", slot, slots, len, 2 * half)?;
+        let mut places = Vec::new();
         while at < end {
             let n = (stripe - at % stripe).min(end - at);
             let (number, within) = (at / stripe, at % stripe);
@@ -141,15 +145,6 @@ impl Layout {
             at += n;
         }
         Ok(places)
-    }
-
-    /// Where the buffer begins in a memory that must have room for all.
-    fn within(&self, memory: &'static str, have: u64, slot: u64, slots: u64, len: u64) -> Result<u64, ValidateError> {
-        let needed = slots.checked_mul(len).and_then(|all| all.checked_add(self.offset)).unwrap_or(u64::MAX);
-        match needed > have {
-            true => Err(ValidateError::TooSmall { memory, needed, have }),
-            false => Ok(self.offset + slot * len),
-        }
     }
 }
 
@@ -260,14 +255,14 @@ mod tests {
     #[test]
     fn what_does_not_fit_says_what_would() {
         let layout = |memories| Layout { memories, offset: 4096, stride: None, paired: None };
-        let error = layout(card(1 << 20, 4 << 20)).places(Phase::Ddr, 0, 4, 1 << 20).unwrap_err();
+        let error = layout(card(1 << 20, 4 << 20)).places(Phase::Ddr, 3, 4, 1 << 20).unwrap_err();
         let TooSmall { memory: "DDR", needed, have } = error else { panic!("{error}") };
         assert_eq!((needed, have), ((4 << 20) + 4096, 1 << 20));
         let one = |bytes| Memories::One(Span::new(CardAddr::new(1 << 20), bytes));
         let places = layout(one(8192)).places(Phase::Device, 0, 1, 4096).unwrap();
         assert_eq!(places, [(CardAddr::new((1 << 20) + 4096), 4096)]);
         assert!(layout(one(8191)).places(Phase::Device, 0, 1, 4096).is_err());
-        assert!(layout(one(1 << 62)).places(Phase::Device, 0, u64::MAX, 4096).is_err());
+        assert!(layout(one(1 << 62)).places(Phase::Device, u64::MAX - 1, u64::MAX, 4096).is_err());
         assert!(layout(one(0)).places(Phase::Device, 0, 1, 4096).is_err());
         for phase in [Phase::Hbm, Phase::Ddr, Phase::Both] {
             let error = layout(Memories::One(None)).places(phase, 0, 1, 4096);

@@ -3,9 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use dmalane_queue::Direction;
-
-use crate::channels::Channels;
+use dmalane_queue::{Direction, QueueChoice};
 
 /// Which memory a measurement is about.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -66,7 +64,7 @@ pub enum Allocation {
 
 /// When a figure has been measured for long enough.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stop {
+pub(crate) enum Stop {
     /// Each thread has moved each of its buffers so often.
     After(u64),
     /// This time has passed, and each buffer was moved once.
@@ -94,38 +92,78 @@ impl fmt::Display for Pages {
     }
 }
 
-/// The measurements to make.
-#[derive(Clone, Debug)]
+/// The measurements to make; with feature `clap`, options of a command line.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ValidateSettings {
-    /// Threads, 1 to 64.
+    /// Threads, from 1 to 64.
+    #[cfg_attr(feature = "clap", arg(short = 'j', long, value_name = "N", default_value_t = 8))]
     pub threads: usize,
-    /// Buffers of each thread for either direction, 1 to 64, all of them in flight at once.
+    /// Transfers in flight per thread and direction, from 1 to 64, each with a buffer.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
     pub iodepth: usize,
-    /// Bytes of a buffer, multiples of 4 KiB; each is measured.
+    /// Sizes of buffers, such as 16MiB or 4KiB,64KiB,1MiB.
+    ///
+    /// Each is measured: multiples of 4 KiB up to 1 GiB.
+    #[cfg_attr(feature = "clap", arg(long = "buffer-size", value_name = "SIZE", value_delimiter = ','))]
+    #[cfg_attr(feature = "clap", arg(default_value = "16MiB", value_parser = bytes, allow_hyphen_values = true))]
     pub buffers: Vec<u64>,
-    /// First byte of each memory that is used; a multiple of 4 KiB.
-    pub starting_offset: u64,
-    /// Bytes from one buffer position to the next, a multiple of 4 KiB and at least a buffer. If set, each buffer lies
-    /// contiguously at `starting_offset + position * stride` of its memory, in which the halves of HBM follow each
-    /// other. If `None`, buffers are packed, and those in HBM striped over both halves.
-    pub stride: Option<u64>,
-    /// Bytes between the two regions of [`Allocation::Paired`], a multiple of 4 KiB; `None` for half of the memory.
-    pub region_stride: Option<u64>,
-    /// Which memories; an empty list for all that the device has.
+    /// Memories of a card to measure [default: each, then both at once].
+    #[cfg_attr(feature = "clap", arg(long = "placement", value_name = "MEMORY", value_enum, value_delimiter = ','))]
     pub phases: Vec<Phase>,
-    /// Which channels.
-    pub channels: Channels,
-    /// How threads share them.
-    pub allocation: Allocation,
-    /// How long.
-    pub stop: Stop,
-    /// One contiguous transfer for each buffer over one channel: no stripes, no policy. Without a channel of its
-    /// own, the buffers' channels alternate.
-    pub raw: bool,
-    /// Which directions, in this order.
+    /// Directions, measured in this order.
+    #[cfg_attr(feature = "clap", arg(long = "direction", value_name = "WHICH", value_enum, value_delimiter = ','))]
+    #[cfg_attr(feature = "clap", arg(default_value = "read,write,both"))]
     pub directions: Vec<Directions>,
-    /// Which pages.
+    /// Seconds per measurement, in which each buffer is moved at least once.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value = "0.5"))]
+    #[cfg_attr(feature = "clap", arg(value_parser = dmalane_device::size::seconds(1e-6)))]
+    pub duration: Duration,
+    /// Transfers of each buffer per measurement, instead of a duration.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", conflicts_with = "duration"))]
+    pub iterations: Option<u64>,
+    /// Page sizes.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SIZE", value_enum, value_delimiter = ','))]
+    #[cfg_attr(feature = "clap", arg(default_value = "4k,2m", help_heading = BUFFERS))]
     pub pages: Vec<Pages>,
+    /// First byte used of each memory, a multiple of 4KiB [default: 0].
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SIZE", value_parser = bytes, help_heading = BUFFERS))]
+    #[cfg_attr(feature = "clap", arg(allow_hyphen_values = true))]
+    pub starting_offset: Option<u64>,
+    /// Distance from one buffer to the next, each contiguous [default: packed, in HBM striped over both halves]
+    ///
+    /// A multiple of 4 KiB and at least a buffer. Each buffer lies at its position times this, behind the starting
+    /// offset, of its memory, in which the halves of HBM follow each other.
+    #[cfg_attr(feature = "clap", arg(long = "offset", value_name = "SIZE", value_parser = bytes))]
+    #[cfg_attr(feature = "clap", arg(allow_hyphen_values = true, help_heading = BUFFERS))]
+    pub stride: Option<u64>,
+    /// DMA channel: auto, a number, or one for each buffer (two per thread) like 0,1,0,auto.
+    ///
+    /// With both directions at once, thread T reads at position 2T and writes at position 2T+1; with one direction, it
+    /// uses position T.
+    #[cfg_attr(feature = "clap", arg(long = "mm-channel", value_name = "CHANNELS", default_value = "auto"))]
+    #[cfg_attr(feature = "clap", arg(help_heading = BUFFERS))]
+    pub channels: QueueChoice,
+    /// paired: even buffers use one channel and region, odd ones the other.
+    #[cfg_attr(feature = "clap", arg(long = "channel-allocation", value_name = "HOW", value_enum))]
+    #[cfg_attr(feature = "clap", arg(default_value = "auto", help_heading = BUFFERS))]
+    pub allocation: Allocation,
+    /// Distance between the regions of --channel-allocation paired [default: half of each memory].
+    #[cfg_attr(feature = "clap", arg(long = "channel-region-stride", value_name = "SIZE", value_parser = bytes))]
+    #[cfg_attr(feature = "clap", arg(allow_hyphen_values = true, hide_short_help = true, help_heading = BUFFERS))]
+    pub region_stride: Option<u64>,
+    /// Transfer each buffer whole over one channel; channels alternate.
+    #[cfg_attr(feature = "clap", arg(long = "raw-transfer-test", help_heading = BUFFERS))]
+    pub raw: bool,
+}
+
+/// The heading of options about buffers.
+#[cfg(feature = "clap")]
+const BUFFERS: &str = "Buffers and channels";
+
+#[cfg(feature = "clap")]
+fn bytes(text: &str) -> Result<u64, dmalane_device::size::SizeError> {
+    text.parse().map(dmalane_device::size::Size::bytes)
 }
 
 impl ValidateSettings {
@@ -133,7 +171,12 @@ impl ValidateSettings {
     /// `v80-smi validate`: with a stride, a channel for each position, [raw](Self::raw) transfers or
     /// [`Allocation::Paired`].
     pub fn is_positional(&self) -> bool {
-        self.raw || self.stride.is_some() || self.allocation == Allocation::Paired || self.channels.per_position()
+        self.raw || self.stride.is_some() || self.allocation == Allocation::Paired || self.channels.entries().len() > 1
+    }
+
+    /// How long a figure is measured.
+    pub(crate) fn stop(&self) -> Stop {
+        self.iterations.map_or(Stop::For(self.duration), Stop::After)
     }
 }
 
@@ -144,16 +187,29 @@ impl Default for ValidateSettings {
             threads: 8,
             iodepth: 1,
             buffers: vec![16 << 20],
-            starting_offset: 0,
-            stride: None,
-            region_stride: None,
             phases: Vec::new(),
-            channels: Channels::default(),
-            allocation: Allocation::Auto,
-            stop: Stop::For(Duration::from_millis(500)),
-            raw: false,
             directions: vec![Directions::Read, Directions::Write, Directions::Both],
+            duration: Duration::from_millis(500),
+            iterations: None,
             pages: vec![Pages::Small, Pages::Huge],
+            starting_offset: None,
+            stride: None,
+            channels: QueueChoice::default(),
+            allocation: Allocation::Auto,
+            region_stride: None,
+            raw: false,
         }
+    }
+}
+
+#[cfg(all(test, feature = "clap"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_line_without_options_has_the_defaults() {
+        use clap::{Args, Command, FromArgMatches};
+        let matches = ValidateSettings::augment_args(Command::new("")).get_matches_from([""]);
+        assert_eq!(ValidateSettings::from_arg_matches(&matches).unwrap(), ValidateSettings::default());
     }
 }

@@ -14,17 +14,6 @@ use crate::error::ValidateError;
 use crate::place::Memories;
 use crate::settings::Phase;
 
-/// The treatment of the contents of a device that is made of files.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Contents {
-    /// A measurement of a device that holds data is refused. A file of zeroes or holes holds none; a character device
-    /// always may.
-    #[default]
-    Refuse,
-    /// They are overwritten.
-    Overwrite,
-}
-
 /// A device with its queues, ready to be measured.
 pub struct TestedDevice {
     /// A description for people.
@@ -42,9 +31,7 @@ pub struct TestedDevice {
     pub(crate) timeout: Duration,
     /// It is to be left alone.
     pub(crate) cancelled: Arc<AtomicBool>,
-    contents: Contents,
-    /// The bytes of a file that held no data when this began to write them: first one and number.
-    held_none: Mutex<Option<(u64, u64)>>,
+    overwrite: bool,
     /// The owner of the queues; dropped after them.
     device: Box<dyn Device>,
 }
@@ -112,12 +99,13 @@ impl Memories {
 }
 
 impl TestedDevice {
-    /// Takes the queues of a device that nothing else uses: its file is [locked](contents::lock). `contents` is the
-    /// treatment of what that file holds; the contents of other devices are lost.
+    /// Takes the queues of a device that nothing else uses: its file is [locked](contents::lock). What that
+    /// file holds is lost only with `overwrite`, without which a file must hold zeroes or holes; the contents of other
+    /// devices are lost.
     ///
     /// # Errors
     /// [`ValidateError::Lost`], [`ValidateError::Lock`], [`ValidateError::DriverCopies`]; nothing was written.
-    pub fn new(mut device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
+    pub fn new(mut device: Box<dyn Device>, overwrite: bool) -> Result<Self, ValidateError> {
         let info = device.info();
         let reference = match device.backing_files() {
             None => match device.driver_copies().map_err(ValidateError::DriverCopies)? {
@@ -126,7 +114,7 @@ impl TestedDevice {
             },
             Some(files) => {
                 let is_lost = |file: &std::fs::File| file.metadata().is_ok_and(|m| m.file_type().is_char_device());
-                if contents != Contents::Overwrite && (is_lost(&files.written) || is_lost(&files.read)) {
+                if !overwrite && (is_lost(&files.written) || is_lost(&files.read)) {
                     return Err(ValidateError::Lost(info.name));
                 }
                 contents::lock(&files.written)?;
@@ -145,8 +133,7 @@ impl TestedDevice {
             concurrent: info.concurrent,
             timeout: TIMEOUT,
             cancelled: Arc::default(),
-            contents,
-            held_none: Mutex::default(),
+            overwrite,
             device,
         })
     }
@@ -215,19 +202,15 @@ impl TestedDevice {
         self.areas.iter().map(|a| Area { span: a.span, route: route(a.route) }).collect()
     }
 
-    /// Refuses to overwrite these bytes of a file where they hold data that [`Contents`] keeps.
+    /// Refuses to overwrite these bytes of a file where they hold data that are to be kept.
     pub(crate) fn may_overwrite(&self, offset: u64, len: u64) -> Result<(), ValidateError> {
         let Reference::Files(files) = &self.reference else { return Ok(()) };
-        let mut held_none = self.held_none.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.contents == Contents::Overwrite || *held_none == Some((offset, len)) {
+        if self.overwrite {
             return Ok(());
         }
         let holds_data = |file| contents::holds_data(&file, offset, len);
         match contents::reopen(&files.written).and_then(|file| file.map_or(Ok(false), holds_data)) {
-            Ok(false) => {
-                *held_none = Some((offset, len));
-                Ok(())
-            }
+            Ok(false) => Ok(()),
             Ok(true) => Err(ValidateError::HoldsData(self.name.clone())),
             Err(e) => Err(ValidateError::Contents(e)),
         }

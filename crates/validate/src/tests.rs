@@ -12,8 +12,8 @@ use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDrive
 use dmalane_dma::{Registrar, error_chain};
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
-    Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, Refusal, Refused,
-    StopReason, Ticket, Work,
+    Capabilities, Completion, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Queue, QueueChoice,
+    Refusal, Refused, StopReason, Ticket, Work,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -24,7 +24,16 @@ use crate::target::share;
 const MIB: u64 = 1 << 20;
 
 fn quick() -> ValidateSettings {
-    ValidateSettings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..ValidateSettings::default() }
+    ValidateSettings { threads: 2, buffers: vec![256 << 10], iterations: Some(3), ..ValidateSettings::default() }
+}
+
+fn run(
+    target: &TestedDevice,
+    settings: &ValidateSettings,
+    watch: &mut dyn FnMut(ValidateEvent),
+) -> Result<ValidateReport, ValidateError> {
+    let mut report = ValidateReport::default();
+    super::run(target, settings, &mut report, watch).map(|()| report)
 }
 
 /// A software card with 64 MiB of each memory.
@@ -37,12 +46,12 @@ fn card(config: CardConfig, how: CardUse) -> Box<dyn Device> {
 
 fn soft(config: CardConfig) -> TestedDevice {
     let device = card(config, CardUse { concurrent: config.workers == Workers::PerChannel, ..CardUse::default() });
-    TestedDevice::new(device, Contents::Refuse).unwrap()
+    TestedDevice::new(device, false).unwrap()
 }
 
 fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<TestedDevice, FileDeviceError> {
     let options = FileDeviceOptions { overwrite: true, ..options };
-    Ok(TestedDevice::new(Box::new(FileDevice::open(paths, options)?), Contents::Overwrite).unwrap())
+    Ok(TestedDevice::new(Box::new(FileDevice::open(paths, options)?), true).unwrap())
 }
 
 fn check(target: &TestedDevice, settings: &ValidateSettings) -> ValidateReport {
@@ -96,7 +105,7 @@ fn the_software_card_passes_in_every_way() {
             threads,
             buffers,
             pages,
-            starting_offset: 8192,
+            starting_offset: Some(8192),
             ..quick()
         };
         let report = check(&target, &settings);
@@ -104,7 +113,8 @@ fn the_software_card_passes_in_every_way() {
         let left_out = usize::from(threads == 1 && !settings.is_positional());
         assert_eq!((report.figures.len(), report.left_out.len()), (3 * (9 - left_out), left_out), "{settings:?}");
     }
-    let timed = ValidateSettings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
+    let timed =
+        ValidateSettings { iterations: None, duration: Duration::from_millis(5), phases: vec![Phase::Ddr], ..quick() };
     assert!(check(&target, &timed).figures.iter().all(|f| f.total() > 0.0));
 }
 
@@ -115,19 +125,19 @@ fn files_pass_and_are_written_nowhere_else() {
     std::fs::write(memory.path(), &before).unwrap();
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     let target = file(paths, FileDeviceOptions::default()).unwrap();
-    let report = check(&target, &ValidateSettings { starting_offset: 4096, ..quick() });
+    let report = check(&target, &ValidateSettings { starting_offset: Some(4096), ..quick() });
     assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
     let (now, end) = (std::fs::read(memory.path()).unwrap(), 4096 + 4 * (256 << 10));
     assert!(now[..4096] == before[..4096] && now[end..] == before[end..], "four buffers behind the offset");
     let small = ValidateSettings { buffers: vec![MIB], ..quick() };
     let Err(ValidateError::TooSmall { needed, have, .. }) =
-        run(&target, &ValidateSettings { starting_offset: 4096, ..small }, &mut |_| {})
+        run(&target, &ValidateSettings { starting_offset: Some(4096), ..small }, &mut |_| {})
     else {
         panic!("it does not fit")
     };
     assert_eq!((needed, have), (4 * MIB + 4096, 4 * MIB));
     assert!(matches!(
-        run(&target, &ValidateSettings { channels: Channels::only(1), ..quick() }, &mut |_| {}),
+        run(&target, &ValidateSettings { channels: QueueChoice::only(1), ..quick() }, &mut |_| {}),
         Err(ValidateError::NoChannel { wanted: 1, has: 1 })
     ));
     let hbm = run(&target, &ValidateSettings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
@@ -144,15 +154,15 @@ fn settings_that_make_no_sense_are_refused() {
         (ValidateSettings { iodepth: 0, ..quick() }, "an I/O depth of 0 is not from 1 to 64"),
         (ValidateSettings { iodepth: 65, ..quick() }, "not from 1 to 64"),
         (ValidateSettings { iodepth: 64, buffers: vec![MIB], ..quick() }, "HBM has 64 MiB"),
-        (ValidateSettings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
+        (ValidateSettings { buffers: vec![0], ..quick() }, "not from 4 KiB to 1 GiB"),
         (ValidateSettings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
-        (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
-        (ValidateSettings { starting_offset: 1, ..quick() }, "a starting offset of 1 is not a multiple of 4 KiB"),
-        (ValidateSettings { starting_offset: 1 << 40, ..quick() }, "HBM has 64 MiB"),
+        (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "not from 4 KiB to 1 GiB"),
+        (ValidateSettings { starting_offset: Some(1), ..quick() }, "a starting offset of 1 is not a multiple of 4 KiB"),
+        (ValidateSettings { starting_offset: Some(1 << 40), ..quick() }, "HBM has 64 MiB"),
         (ValidateSettings { buffers: vec![32 * MIB], ..quick() }, "the starting offset included"),
-        (ValidateSettings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
-        (ValidateSettings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
-        (ValidateSettings { channels: Channels::only(2), ..quick() }, "no channel 2, it has 2"),
+        (ValidateSettings { iterations: Some(0), ..quick() }, "a number of iterations of 0"),
+        (ValidateSettings { iterations: None, duration: Duration::ZERO, ..quick() }, "no time"),
+        (ValidateSettings { channels: QueueChoice::only(2), ..quick() }, "no channel 2, it has 2"),
         (ValidateSettings { channels: "0,1".parse().unwrap(), ..quick() }, "2 channels for 4 buffer positions"),
         (ValidateSettings { channels: "0,1,0,2".parse().unwrap(), ..quick() }, "no channel 2, it has 2"),
         (ValidateSettings { stride: Some(4097), ..quick() }, "an offset of 4097 is not a multiple of 4 KiB"),
@@ -313,7 +323,7 @@ fn one_thread_keeps_many_transfers_in_flight() {
         threads: 1,
         phases: vec![Phase::Ddr],
         pages: vec![Pages::Small],
-        channels: Channels::only(0),
+        channels: QueueChoice::only(0),
         directions: vec![Directions::Write],
         ..quick()
     };
@@ -339,7 +349,7 @@ fn buffers_and_channels_are_those_of_v80_smi() {
     let base = ValidateSettings {
         threads: 2,
         buffers: vec![64 << 10],
-        starting_offset: 4096,
+        starting_offset: Some(4096),
         stride: Some(MIB),
         phases: vec![Phase::Ddr],
         pages: vec![Pages::Small],
@@ -417,7 +427,7 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     }
     // Later: what was measured with it is not shown.
     for fault in [Fault::Deaf(60), Fault::Blind(60), Fault::Flip(120)] {
-        let settings = ValidateSettings { stop: Stop::After(50), ..settings.clone() };
+        let settings = ValidateSettings { iterations: Some(50), ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.integrity[0].threads), (2, 2), "{fault:?}");
         assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
@@ -426,7 +436,7 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     // bytes, and nothing since has moved any.
     for (fault, directions) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
         let settings =
-            ValidateSettings { threads: 1, stop: Stop::After(3), directions: vec![directions], ..settings.clone() };
+            ValidateSettings { threads: 1, iterations: Some(3), directions: vec![directions], ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.figures.len()), (1, 0), "{fault:?}: {report:?}");
         assert!(!report.passed(), "{fault:?}");
@@ -435,7 +445,7 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     let mut report = ValidateReport::default();
     let late =
         ValidateSettings { threads: 1, directions: vec![Directions::Read, Directions::Write], ..settings.clone() };
-    let error = run_into(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
+    let error = super::run(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }), "{error}");
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
     let error = run(&wrong(Fault::Fails(20)), &settings, &mut |_| {}).unwrap_err();
@@ -469,8 +479,12 @@ fn what_is_told_to_stop_stops() {
     let mut target = file(paths, FileDeviceOptions::default()).unwrap();
     let cancelled = Arc::new(AtomicBool::new(false));
     target.stop_when(cancelled.clone());
-    let settings =
-        ValidateSettings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
+    let settings = ValidateSettings {
+        iterations: None,
+        duration: Duration::from_secs(3600),
+        pages: vec![Pages::Small],
+        ..quick()
+    };
     let mut written = false;
     let result = run(&target, &settings, &mut |event| {
         if matches!(&event, ValidateEvent::Step(what) if what.ends_with(": reading")) {
@@ -490,9 +504,9 @@ fn what_is_told_to_stop_stops() {
 fn a_character_device_is_not_overwritten_unasked() {
     let paths = || FileDevicePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
     let device = || Box::new(FileDevice::open(paths(), FileDeviceOptions::default()).unwrap());
-    let refused = TestedDevice::new(device(), Contents::Refuse);
+    let refused = TestedDevice::new(device(), false);
     assert!(matches!(refused, Err(ValidateError::Lost(name)) if name == "file:/dev/zero"));
-    let report = run(&TestedDevice::new(device(), Contents::Overwrite).unwrap(), &quick(), &mut |_| {}).unwrap();
+    let report = run(&TestedDevice::new(device(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
     assert!(!report.passed() && report.figures.is_empty());
 }
 
@@ -592,7 +606,7 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     };
     let mut report = ValidateReport::default();
     let begun = std::time::Instant::now();
-    let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
+    let error = super::run(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Stuck { thread: 0, .. }), "{error}");
     assert!(begun.elapsed() > target.timeout);
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
@@ -601,11 +615,11 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
         Box::new(FileDevice::open(paths, FileDeviceOptions::default()).unwrap())
     };
     // Operations under way may still write it.
-    for contents in [Contents::Overwrite, Contents::Refuse] {
+    for contents in [true, false] {
         assert!(matches!(TestedDevice::new(device(), contents), Err(ValidateError::Lock(LockError::InUse))));
     }
     drop(target);
-    TestedDevice::new(device(), Contents::Overwrite).unwrap();
+    TestedDevice::new(device(), true).unwrap();
 }
 
 #[test]
@@ -618,25 +632,23 @@ fn a_file_that_holds_data_is_not_overwritten_unasked() {
         TestedDevice::new(Box::new(device), contents).unwrap()
     };
     // One at a time, whatever becomes of the contents.
-    let first = target(Contents::Overwrite);
+    let first = target(true);
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     let second = Box::new(FileDevice::open(paths, FileDeviceOptions::default()).unwrap());
-    assert!(matches!(TestedDevice::new(second, Contents::Refuse), Err(ValidateError::Lock(LockError::InUse))));
+    assert!(matches!(TestedDevice::new(second, false), Err(ValidateError::Lock(LockError::InUse))));
     drop(first);
-    // It holds none, and what a measurement has written is overwritten by the next one.
-    let first = target(Contents::Refuse);
-    for _ in 0..2 {
-        assert!(run(&first, &quick(), &mut |_| {}).unwrap().passed());
-    }
-    let beyond = run(&first, &ValidateSettings { starting_offset: 4096, ..quick() }, &mut |_| {});
+    // It holds none, until a measurement has written it.
+    let first = target(false);
+    assert!(run(&first, &quick(), &mut |_| {}).unwrap().passed());
+    let beyond = run(&first, &ValidateSettings { starting_offset: Some(4096), ..quick() }, &mut |_| {});
     assert!(matches!(beyond, Err(ValidateError::HoldsData(_))), "{beyond:?}");
     drop(first);
     let before = vec![7; 2 * MIB as usize];
     std::fs::write(memory.path(), &before).unwrap();
-    let refused = run(&target(Contents::Refuse), &quick(), &mut |_| {});
+    let refused = run(&target(false), &quick(), &mut |_| {});
     assert!(matches!(refused, Err(ValidateError::HoldsData(_))), "{refused:?}");
     assert!(std::fs::read(memory.path()).unwrap() == before);
-    assert!(run(&target(Contents::Overwrite), &quick(), &mut |_| {}).unwrap().passed());
+    assert!(run(&target(true), &quick(), &mut |_| {}).unwrap().passed());
     assert!(std::fs::read(memory.path()).unwrap() != before);
 }
 
@@ -661,17 +673,16 @@ fn any_device_can_be_measured() {
     let how = CardUse { name: "a card".to_owned(), ring: Some(16), ..CardUse::default() };
     // Queues may be balanced where they work at the same time.
     assert!(
-        TestedDevice::new(card(CardConfig::default(), CardUse { concurrent: true, ..how.clone() }), Contents::Refuse)
+        TestedDevice::new(card(CardConfig::default(), CardUse { concurrent: true, ..how.clone() }), false)
             .unwrap()
             .concurrent
     );
-    let target = TestedDevice::new(card(CardConfig::default(), how), Contents::Refuse).unwrap();
+    let target = TestedDevice::new(card(CardConfig::default(), how), false).unwrap();
     assert!(!target.concurrent);
     assert_eq!((target.name.as_str(), target.notes()[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
-    let target =
-        TestedDevice::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), Contents::Refuse).unwrap();
+    let target = TestedDevice::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), false).unwrap();
     assert!(check(&target, &quick()).figures.iter().all(|f| f.phase == Phase::Device));
 }
 
@@ -698,7 +709,7 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     // Of the two transfers of a thread the first fails, and the second does not end.
     let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
     target.queues[0] = share(Hangs::new(Box::new(inner), 1, false));
-    let (channels, pages) = (Channels::only(0), vec![Pages::Small]);
+    let (channels, pages) = (QueueChoice::only(0), vec![Pages::Small]);
     let settings = ValidateSettings { threads: 1, phases: vec![Phase::Ddr], channels, pages, ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }) && hangs(&target), "{error}");
@@ -714,7 +725,7 @@ fn handles_of_a_device_that_hangs_wait_together() {
     let settings = ValidateSettings {
         threads,
         phases: vec![Phase::Ddr],
-        channels: Channels::only(0),
+        channels: QueueChoice::only(0),
         pages: vec![Pages::Small],
         ..quick()
     };
@@ -822,9 +833,9 @@ fn only_memory_that_the_driver_has_allocated_is_used_and_it_is_freed() {
     let ram = || RamDevice::new(1 << 40).unwrap();
     let target = |most| {
         let device = Driven { ram: ram(), most, allocated: Arc::clone(&allocated) };
-        TestedDevice::new(Box::new(device), Contents::Refuse).unwrap()
+        TestedDevice::new(Box::new(device), false).unwrap()
     };
-    let settings = ValidateSettings { starting_offset: 4096, ..quick() };
+    let settings = ValidateSettings { starting_offset: Some(4096), ..quick() };
     check(&target(4 * MIB), &settings);
     let (live, in_all) = std::mem::take(&mut *allocated.lock().unwrap());
     assert!(live.is_empty(), "{live:?}");

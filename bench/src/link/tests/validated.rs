@@ -4,9 +4,7 @@ use std::time::Duration;
 
 use dmalane::device::RamDevice;
 use dmalane::queue::Direction;
-use dmalane::validate::{
-    Contents, Directions, Figure, Pages, Phase, Stop, TestedDevice, ValidateReport, ValidateSettings, run,
-};
+use dmalane::validate::{Directions, Figure, Pages, Phase, TestedDevice, ValidateReport, ValidateSettings, run};
 
 use crate::link::measure::{SLOWER, SlowCard, emulations};
 use crate::link::{Demand, Half, Link, best_rate};
@@ -14,11 +12,12 @@ use crate::link::{Demand, Half, Link, best_rate};
 fn emulated(name: &str) -> (TestedDevice, Link) {
     let (_, link) = emulations().into_iter().find(|(known, _)| known == name).unwrap();
     let card = SlowCard::new(super::card(), link.clone(), Duration::from_millis(1)).unwrap();
-    (TestedDevice::new(Box::new(card), Contents::Refuse).unwrap(), link)
+    (TestedDevice::new(Box::new(card), false).unwrap(), link)
 }
 
 fn measured(target: &TestedDevice, settings: &ValidateSettings) -> ValidateReport {
-    let report = run(target, settings, &mut |_| {}).unwrap();
+    let mut report = ValidateReport::default();
+    run(target, settings, &mut report, &mut |_| {}).unwrap();
     assert!(report.passed(), "{report:?}");
     report
 }
@@ -44,7 +43,7 @@ fn a_modelled_link_is_the_ceiling() {
     let settings = ValidateSettings {
         threads: 2,
         buffers: vec![1 << 20],
-        stop: Stop::For(Duration::from_millis(60)),
+        duration: Duration::from_millis(60),
         pages: vec![Pages::Small],
         ..ValidateSettings::default()
     };
@@ -72,7 +71,7 @@ fn both_directions_look_half_as_fast_where_each_has_one_channel() {
         phases: vec![Phase::Ddr],
         pages: vec![Pages::Small],
         directions: vec![Directions::Both],
-        stop: Stop::For(Duration::from_millis(100)),
+        duration: Duration::from_millis(100),
         ..ValidateSettings::default()
     };
     let share = |channels: &str| {

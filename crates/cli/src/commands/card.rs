@@ -30,15 +30,9 @@ In the guest, bound to vfio-pci: dmalane load -d vfio:BDF. Without QEMU: dmalane
 Exit status: 0 the client of --once has disconnected, 1 no socket or no memory, 2 usage error.";
 
 /// Run the software card in its own process.
-#[derive(Args)]
-#[command(after_help = EXAMPLES)]
-pub(crate) struct Card {
-    #[command(subcommand)]
-    command: CardCommand,
-}
-
 #[derive(Subcommand)]
-enum CardCommand {
+#[command(after_help = EXAMPLES)]
+pub(crate) enum Card {
     Serve(Serve),
 }
 
@@ -47,7 +41,7 @@ enum CardCommand {
 /// Serves one client at a time, each with a new card, until it is stopped. Prints a line per client.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-struct Serve {
+pub(crate) struct Serve {
     /// Socket to listen on; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     vfio_user: PathBuf,
@@ -65,7 +59,7 @@ struct Serve {
 impl Card {
     /// Runs the subcommand.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let CardCommand::Serve(serve) = self.command;
+        let Self::Serve(serve) = self;
         serve.run()
     }
 }

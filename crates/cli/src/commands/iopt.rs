@@ -67,15 +67,9 @@ Examples:
 Exit status: 0 printed, 1 bad image, 2 usage error.";
 
 /// Build page tables as memory images, and read them.
-#[derive(Args)]
-#[command(after_help = EXAMPLES)]
-pub(crate) struct Iopt {
-    #[command(subcommand)]
-    command: IoptCommand,
-}
-
 #[derive(Subcommand)]
-enum IoptCommand {
+#[command(after_help = EXAMPLES)]
+pub(crate) enum Iopt {
     Formats(Formats),
     Build(Build),
     Walk(Walk),
@@ -85,7 +79,7 @@ enum IoptCommand {
 /// List the page-table formats: input and output bits, page sizes.
 #[derive(Args)]
 #[command(after_help = FORMATS_EXAMPLES)]
-struct Formats {
+pub(crate) struct Formats {
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -96,7 +90,7 @@ struct Formats {
 /// Prints the root address and the register values to program. Uses larger pages where alignment allows.
 #[derive(Args)]
 #[command(after_help = BUILD_EXAMPLES)]
-struct Build {
+pub(crate) struct Build {
     /// The mappings, as JSON; - for standard input
     #[arg(value_name = "SPEC")]
     spec: PathBuf,
@@ -124,7 +118,7 @@ struct Build {
 /// Translate addresses by the tables in an image, as the device would: the rights of all levels are combined.
 #[derive(Args)]
 #[command(after_help = WALK_EXAMPLES)]
-struct Walk {
+pub(crate) struct Walk {
     #[command(flatten)]
     source: ImageSource,
 
@@ -136,7 +130,7 @@ struct Walk {
 /// Print the mappings in an image; neighbours with the same page size and access are one run.
 #[derive(Args)]
 #[command(after_help = DUMP_EXAMPLES)]
-struct Dump {
+pub(crate) struct Dump {
     #[command(flatten)]
     source: ImageSource,
 }
@@ -144,11 +138,11 @@ struct Dump {
 impl Iopt {
     /// Runs the subcommand.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        match self.command {
-            IoptCommand::Formats(formats) => report::formats(formats.json),
-            IoptCommand::Build(build) => build.run(),
-            IoptCommand::Walk(walk) => walk.run(),
-            IoptCommand::Dump(dump) => dump.run(),
+        match self {
+            Self::Formats(formats) => report::formats(formats.json),
+            Self::Build(build) => build.run(),
+            Self::Walk(walk) => walk.run(),
+            Self::Dump(dump) => dump.run(),
         }
     }
 }
@@ -160,8 +154,7 @@ impl Build {
         let outputs = Outputs::new(self.replace, [("--output", Some(&self.output))])?.excluding(&[])?;
         let (mappings, spec) = spec::read(&self.spec)?;
         let outputs = outputs.excluding(&[(self.spec.clone(), spec)])?;
-        let built =
-            formats::build(format, &mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
+        let built = formats::build(format, &self.spec, &mappings, base)?;
         outputs.write("--output", "", || Ok(built.bytes().to_vec()))?;
         report::built(format, &self.output, base, &built, self.json)
     }

@@ -124,6 +124,9 @@ impl Load {
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         self.consent.check(&self.device)?;
+        if self.mm_channel.entries().len() > 1 && self.mm_channel.entries().contains(&None) {
+            return Err(Failure::usage("--mm-channel takes auto or numbers, not both"));
+        }
         let named: Vec<PathBuf> = self.files.iter().chain(&self.run.manifest).cloned().collect();
         source::check(&named)?;
         let set = model::set(&self.files)?;
@@ -332,7 +335,7 @@ mod tests {
         let load = load("a b").unwrap();
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.run.mode.mode()), ("soft".to_owned(), Mode::Auto));
-        assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
+        assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::default(), Placement::Default));
         assert_eq!(load.open_options().drive.fill.chunk, 16 << 20);
         assert!(!(load.verify || load.consent.overwrite || load.list) && load.run.repeat == 1);
         let format = load.run.format;
@@ -347,7 +350,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
-        assert_eq!((load.run.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
+        assert_eq!((load.run.mode.mode(), &load.mm_channel), (Mode::Buffered, &QueueChoice::only(1)));
         assert_eq!(load.open_options().drive.fill.chunk, 2 << 20);
         assert_eq!(load.placement, Placement::HBM);
         assert_eq!(load.run.timeline.trace, Some("trace".into()));

@@ -22,13 +22,13 @@ use crate::failure::Failure;
 use crate::layout::wrap;
 
 /// Makes the enum of all commands, in the groups and in the order of the help. Each holds its options and has
-/// `run(self)`.
+/// `run(self)`; those that are subcommands are marked.
 macro_rules! commands {
-    ($($group:literal: $($module:ident::$Command:ident)+;)+) => {
+    ($($group:literal: $($(#[$kind:meta])? $module:ident::$Command:ident)+;)+) => {
         /// A command with its options.
         #[derive(clap::Subcommand)]
         pub(crate) enum Commands {
-            $($($Command(Box<$module::$Command>),)+)+
+            $($($(#[$kind])? $Command(Box<$module::$Command>),)+)+
         }
 
         /// Each group, and the number of its commands.
@@ -52,7 +52,8 @@ commands! {
     "Models": load::Load read::Read verify::Verify manifest::Manifest inspect::Inspect;
     "Models that stay in memory": keep::Keep keep::Kept keep::Drop;
     "Devices": validate::Validate devices::Devices doctor::Doctor;
-    "For authors of drivers": iopt::Iopt vm::Vm bar_map::BarMap card::Card;
+    "For authors of drivers": #[command(subcommand)] iopt::Iopt #[command(subcommand)] vm::Vm bar_map::BarMap
+        #[command(subcommand)] card::Card;
 }
 
 /// The help of the program, with the commands in their groups.

@@ -72,9 +72,9 @@ pub(crate) struct Read {
     ///
     /// Its number is in DMALANE_FD, its bytes in DMALANE_SIZE (for several files, lists with spaces), and memfd or
     /// dma-buf in DMALANE_KIND.
-    #[arg(long, value_enum, requires = "command", conflicts_with = "repeat")]
+    #[arg(long, value_parser = ["fd"], requires = "command", conflicts_with = "repeat")]
     #[arg(help_heading = "To another process")]
-    export: Option<ExportAs>,
+    export: Option<String>,
 
     /// The command of --export, with its arguments
     #[arg(value_name = "COMMAND", last = true, requires = "export")]
@@ -82,13 +82,6 @@ pub(crate) struct Read {
 
     #[command(flatten)]
     run: RunOptions,
-}
-
-/// How a command gets the memory.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ExportAs {
-    /// A descriptor that it inherits.
-    Fd,
 }
 
 /// A heap to allocate from.

@@ -10,14 +10,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
 
+use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use clap::{Args, value_parser};
 use dmalane::devices::Ability;
 use dmalane::validate::{
-    Allocation, Channels, Contents, Directions, Pages, Phase, Stop, TestedDevice, ValidateError, ValidateEvent,
-    ValidateReport, ValidateSettings, run_into as measure,
+    Allocation, Directions, TestedDevice, ValidateError, ValidateEvent, ValidateReport, ValidateSettings,
+    run as measure,
 };
 use dmalane::{DeviceSpec, OpenOptions, is_lost};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -25,11 +24,10 @@ use signal_hook::flag;
 
 use crate::device::{self, Consent};
 use crate::failure::{Failure, USAGE};
-use crate::number::seconds;
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::report::Page;
-use crate::size::{Size, SizeError, binary};
+use crate::size::{Size, binary};
 use outcome::ValidateOutcome;
 
 const EXAMPLES: &str = "\
@@ -60,34 +58,8 @@ pub(crate) struct Validate {
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
-    /// Threads, from 1 to 64
-    #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = value_parser!(u8).range(1..=64))]
-    threads: u8,
-
-    /// Transfers in flight per thread and direction, from 1 to 64, each with a buffer
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u8).range(1..=64))]
-    iodepth: u8,
-
-    /// Sizes of buffers, such as 16MiB or 4KiB,64KiB,1MiB
-    #[arg(long, value_name = "SIZE", value_delimiter = ',', default_value = "16MiB", value_parser = buffer)]
-    #[arg(allow_hyphen_values = true)]
-    buffer_size: Vec<Size>,
-
-    /// Memories of a card to measure [default: each, then both at once]
-    #[arg(long, value_name = "MEMORY", value_enum, value_delimiter = ',')]
-    placement: Vec<Phase>,
-
-    /// Directions
-    #[arg(long, value_name = "WHICH", value_enum, value_delimiter = ',', default_value = "read,write,both")]
-    direction: Vec<Directions>,
-
-    /// Seconds per measurement
-    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds(1e-6))]
-    duration: Duration,
-
-    /// Transfers of each buffer per measurement, instead of a duration
-    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = value_parser!(u64).range(1..))]
-    iterations: Option<u64>,
+    #[command(flatten)]
+    settings: ValidateSettings,
 
     #[command(flatten)]
     consent: Consent,
@@ -96,36 +68,6 @@ pub(crate) struct Validate {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     report: Option<PathBuf>,
 
-    /// Page sizes
-    #[arg(long, value_name = "SIZE", value_enum, value_delimiter = ',', default_value = "4k,2m")]
-    #[arg(help_heading = BUFFERS)]
-    pages: Vec<Pages>,
-
-    /// First byte used of each memory, a multiple of 4KiB [default: 0]
-    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
-    starting_offset: Option<Size>,
-
-    /// Distance from one buffer to the next, each contiguous [default: packed, in HBM striped over both halves]
-    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
-    offset: Option<Size>,
-
-    /// DMA channel: auto, a number, or one for each buffer (two per thread) like 0,1,0,auto
-    #[arg(long, value_name = "CHANNELS", default_value = "auto", help_heading = BUFFERS)]
-    mm_channel: Channels,
-
-    /// paired: even buffers use one channel and region, odd ones the other
-    #[arg(long, value_name = "HOW", value_enum, default_value_t = Allocation::Auto, help_heading = BUFFERS)]
-    channel_allocation: Allocation,
-
-    /// Distance between the regions of --channel-allocation paired [default: half of each memory]
-    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true, help_heading = BUFFERS)]
-    #[arg(hide_short_help = true)]
-    channel_region_stride: Option<Size>,
-
-    /// Transfer each buffer whole over one channel; channels alternate
-    #[arg(long, help_heading = BUFFERS)]
-    raw_transfer_test: bool,
-
     #[command(flatten, next_help_heading = OUTPUTS)]
     format: output::OutputFormat,
 
@@ -133,9 +75,7 @@ pub(crate) struct Validate {
     replace: output::Replace,
 }
 
-/// The heading of options about buffers.
-const BUFFERS: &str = "Buffers and channels";
-/// That of options about output.
+/// The heading of options about output.
 const OUTPUTS: &str = "Outputs";
 
 /// SIGINT and SIGTERM, caught.
@@ -172,7 +112,6 @@ impl Validate {
         self.check_options()?;
         // From here on a signal ends the measurement, and what was measured is printed.
         let signals = Signals::catch()?;
-        let settings = self.settings();
         let (mut target, outputs) = self.target()?;
         target.stop_when(signals.stop.clone());
         let bar = Progress::steps("validate", !self.format.quiet);
@@ -182,19 +121,19 @@ impl Validate {
             _ => {}
         };
         let mut report = ValidateReport::default();
-        let result = measure(&target, &settings, &mut report, &mut watch);
+        let result = measure(&target, &self.settings, &mut report, &mut watch);
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
         let (device, notes) = (target.name.clone(), target.notes());
         // Waits for transfers that a hung device has not completed, and counts the buffers that it keeps.
         drop(target);
-        let held = dmalane::file::quarantined_bytes();
+        let held = dmalane::dma::quarantined_bytes();
         let failed = failed.map(|failure| match held {
             0 => signals.mark(failure),
-            n => signals.mark(failure).cause(format!("the kernel still holds {} of buffers", binary(n))),
+            n => signals.mark(failure).cause(format!("{} of buffers are still in use", binary(n))),
         });
         let complete = failed.is_none();
-        let outcome = ValidateOutcome { device, notes, settings, report, complete };
+        let outcome = ValidateOutcome { device, notes, settings: self.settings.clone(), report, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, &outputs)?;
         }
@@ -233,16 +172,18 @@ impl Validate {
 
     /// Refuses options that do not fit the device.
     fn check_options(&self) -> Result<(), Failure> {
+        let settings = &self.settings;
+        settings.check().map_err(|e| self.failure(e))?;
         let card = [
-            ("--placement", !self.placement.is_empty()),
-            ("--channel-allocation", self.channel_allocation == Allocation::Paired),
-            ("--raw-transfer-test", self.raw_transfer_test),
+            ("--placement", !settings.phases.is_empty()),
+            ("--channel-allocation", settings.allocation == Allocation::Paired),
+            ("--raw-transfer-test", settings.raw),
         ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         if let Some(option) = given(&card).filter(|_| !self.device.kind().has(Ability::Card)) {
             return Err(Failure::usage(format!("{option} is for a card, not for {}", self.device)));
         }
-        if self.channel_region_stride.is_some() && self.channel_allocation != Allocation::Paired {
+        if settings.region_stride.is_some() && settings.allocation != Allocation::Paired {
             return Err(Failure::usage("--channel-region-stride needs --channel-allocation paired"));
         }
         self.consent.check(&self.device)
@@ -251,32 +192,14 @@ impl Validate {
     /// How the device is opened.
     fn open_options(&self) -> OpenOptions {
         // As many calls at once as the reference makes.
-        let both = if self.direction.contains(&Directions::Both) { 2 } else { 1 };
+        let both = if self.settings.directions.contains(&Directions::Both) { 2 } else { 1 };
         OpenOptions {
             // All memory is measured, and nothing is bound.
             flat: true,
-            // `contents` says what becomes of the data.
+            // `Self::overwrite` says what becomes of the data.
             overwrite: true,
-            threads: Some(usize::from(self.threads) * usize::from(self.iodepth) * both),
+            threads: Some(self.settings.threads * self.settings.iodepth * both),
             ..OpenOptions::default()
-        }
-    }
-
-    fn settings(&self) -> ValidateSettings {
-        ValidateSettings {
-            threads: self.threads.into(),
-            iodepth: self.iodepth.into(),
-            buffers: self.buffer_size.iter().map(|size| size.bytes()).collect(),
-            starting_offset: self.starting_offset.map_or(0, Size::bytes),
-            stride: self.offset.map(Size::bytes),
-            region_stride: self.channel_region_stride.map(Size::bytes),
-            phases: self.placement.clone(),
-            channels: self.mm_channel.clone(),
-            allocation: self.channel_allocation,
-            stop: self.iterations.map_or(Stop::For(self.duration), Stop::After),
-            raw: self.raw_transfer_test,
-            directions: self.direction.clone(),
-            pages: self.pages.clone(),
         }
     }
 
@@ -287,19 +210,15 @@ impl Validate {
         let device = self.open_options().device(&self.device).map_err(|e| device::cannot_open(&e))?;
         let backing = output::device_files(device.backing_files())?;
         let outputs = outputs.excluding(&backing)?;
-        let target = TestedDevice::new(device, self.contents(&backing)).map_err(|e| self.failure(e))?;
+        let target = TestedDevice::new(device, self.overwrite(&backing)).map_err(|e| self.failure(e))?;
         Ok((target, outputs))
     }
 
-    /// The treatment of the contents of a device that is made of files.
-    fn contents(&self, files: &[(PathBuf, Metadata)]) -> Contents {
+    /// Whether the contents of a device that is made of files may be lost.
+    fn overwrite(&self, files: &[(PathBuf, Metadata)]) -> bool {
         let is_char = |(_, meta): &(PathBuf, Metadata)| meta.file_type().is_char_device();
-        let named = self.starting_offset.is_some() && files.iter().any(is_char);
         // Naming the first address of a character device permits overwriting it.
-        match self.consent.overwrite || named {
-            true => Contents::Overwrite,
-            false => Contents::Refuse,
-        }
+        self.consent.overwrite || self.settings.starting_offset.is_some() && files.iter().any(is_char)
     }
 
     /// The error with a hint. Settings that the device does not support are usage errors.
@@ -315,11 +234,12 @@ impl Validate {
 
     fn hint(&self, error: &ValidateError) -> Option<String> {
         use ValidateError as E;
-        let offset = self.starting_offset.map_or(0, Size::bytes);
-        let buffers = 2 * u64::from(self.threads) * u64::from(self.iodepth);
+        let settings = &self.settings;
+        let offset = settings.starting_offset.unwrap_or(0);
+        let buffers = 2 * (settings.threads * settings.iodepth) as u64;
         Some(match error {
-            E::TooSmall { .. } if self.settings().is_positional() => {
-                let region = match self.channel_allocation {
+            E::TooSmall { .. } if settings.is_positional() => {
+                let region = match settings.allocation {
                     Allocation::Paired => ", --channel-region-stride",
                     Allocation::Auto => "",
                 };
@@ -358,17 +278,4 @@ impl Validate {
             _ => return None,
         })
     }
-}
-
-fn pages(text: &str) -> Result<Size, String> {
-    let size: Size = text.parse().map_err(|e: SizeError| e.to_string())?;
-    match size.bytes().is_multiple_of(4096) {
-        true => Ok(size),
-        false => Err("not a multiple of 4KiB".to_owned()),
-    }
-}
-
-fn buffer(text: &str) -> Result<Size, String> {
-    let size = pages(text)?;
-    (4096..=1 << 30).contains(&size.bytes()).then_some(size).ok_or_else(|| "not from 4KiB to 1GiB".to_owned())
 }

@@ -4,27 +4,21 @@ mod bench;
 
 use std::process::ExitCode;
 
-use clap::{Args, Subcommand};
+use clap::Subcommand;
 
 use crate::failure::Failure;
 
 /// Bind and unbind in device virtual memory.
-#[derive(Args)]
-#[command(after_help = bench::EXAMPLES)]
-pub(crate) struct Vm {
-    #[command(subcommand)]
-    command: VmCommand,
-}
-
 #[derive(Subcommand)]
-enum VmCommand {
+#[command(after_help = bench::EXAMPLES)]
+pub(crate) enum Vm {
     Bench(bench::Bench),
 }
 
 impl Vm {
     /// Runs the subcommand.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let VmCommand::Bench(bench) = self.command;
+        let Self::Bench(bench) = self;
         bench.run()
     }
 }

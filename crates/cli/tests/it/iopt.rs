@@ -243,10 +243,17 @@ fn a_bad_mapping_is_named() {
         ),
         (
             json!({"va": "0x12345", "pa": 0, "len": 4096, "access": "rw"}),
-            "mappings[1].va: 0x12345 is not a multiple of 4 KiB",
+            "mappings[1]: IOVA 0x12345: not a multiple of 4 KiB",
         ),
-        (json!({"va": 8192, "pa": 1, "len": 4096, "access": "rw"}), "mappings[1].pa: 0x1 is not a multiple of 4 KiB"),
-        (json!({"va": 8192, "pa": 0, "len": 100, "access": "rw"}), "mappings[1].len: 0x64 is not a multiple of 4 KiB"),
+        (
+            json!({"va": 8192, "pa": 1, "len": 4096, "access": "rw"}),
+            "mappings[1]: physical address 0x1, length 0x1000: not a multiple of 4 KiB",
+        ),
+        (json!({"va": 8192, "pa": 0, "len": 100, "access": "rw"}), "length 0x64: not a multiple of 4 KiB"),
+        (
+            json!({"va": 8192, "pa": 4096, "len": 0xffff_ffff_ffff_f000u64, "access": "r"}),
+            "mappings[1]: physical address 0x1000, length 0xfffffffffffff000: beyond 48 bits of output address",
+        ),
         (
             json!({"va": 8192, "pa": 0, "len": 4096, "access": "w"}),
             "mappings[1]: arm64-s1-4k cannot express access -w-",
@@ -256,7 +263,7 @@ fn a_bad_mapping_is_named() {
             "mappings[1]: IOVA 0xfffffffff000, length 0x2000: beyond 48 bits of input address",
         ),
         (json!({"va": 8192, "pa": "0x1000000000000", "len": 4096, "access": "r"}), "beyond 48 bits of output address"),
-        (json!({"va": 8192, "pa": 0, "len": 0, "access": "r"}), "mappings[1].len: 0: "),
+        (json!({"va": 8192, "pa": 0, "len": 0, "access": "r"}), "mappings[1]: an empty range at "),
         (json!({"va": 8192, "pa": 0, "len": 4096}), "there is no field \"access\""),
     ] {
         let place = Place::mappings(json!([good, bad]));

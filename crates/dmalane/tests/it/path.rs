@@ -120,9 +120,9 @@ fn every_setting_delivers_every_byte() {
     for placement in [&Placement::DDR, &Placement::HBM_HALF, &Placement::HBM] {
         for fragmentation in [0.0, 0.5, 1.0] {
             for (queues, mode, workers, chunk) in [
-                (QueueChoice::Auto, Mode::Auto, Workers::Inline, 2 * MIB),
-                (QueueChoice::Only(1), Mode::Buffered, Workers::PerChannel, MIB + 4096),
-                (QueueChoice::Only(0), Mode::Auto, Workers::Inline, 64 << 10),
+                (QueueChoice::default(), Mode::Auto, Workers::Inline, 2 * MIB),
+                (QueueChoice::only(1), Mode::Buffered, Workers::PerChannel, MIB + 4096),
+                (QueueChoice::only(0), Mode::Auto, Workers::Inline, 64 << 10),
             ] {
                 let mut soft = Soft::open(Config {
                     card: CardConfig { workers, ..CardConfig::default() },

@@ -23,7 +23,7 @@ use crate::workers::{Short, Workers};
 /// same bytes of the device and one of them writes; they end in order. [`Queue::cancel`] takes back an operation that
 /// the threads have not got; one that they have runs to its end. After a timeout the operations that no thread has
 /// begun end at once, the rest when the kernel releases them. Memory that it does not release within two seconds after
-/// the queue was dropped stays allocated and is counted by [`quarantined_bytes`](crate::quarantined_bytes).
+/// the queue was dropped stays allocated and is counted by [`quarantined_bytes`](dmalane_dma::quarantined_bytes).
 pub struct FileDeviceQueue {
     device: Arc<Opened>,
     workers: Workers,

@@ -9,10 +9,8 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
 use dmalane_device::Device as _;
-use dmalane_dma::{AnonHeap, BufferSlice, Heap, error_chain};
-use dmalane_file::{
-    FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, quarantined_bytes,
-};
+use dmalane_dma::{AnonHeap, BufferSlice, Heap, error_chain, quarantined_bytes};
+use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue};
 use dmalane_queue::{
     Cancelled, Capabilities, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal,
     Registered, conformance,

@@ -78,7 +78,7 @@ fn a_queue_that_is_dropped_leaves_the_others_theirs() {
     for (i, queue) in left.iter_mut().enumerate() {
         assert!(is_of(&drain(queue, LONG)[0], i as u8 + 4));
     }
-    assert_eq!(dmalane_file::quarantined_bytes(), 0);
+    assert_eq!(dmalane_dma::quarantined_bytes(), 0);
 }
 
 /// Opens files until `handle` is closed.

@@ -332,6 +332,6 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
                 assert!(host_bytes(&c.operation) == data[at..at + (2 << 20)]);
             }
         }
-        assert_eq!(dmalane_file::quarantined_bytes(), 0);
+        assert_eq!(dmalane_dma::quarantined_bytes(), 0);
     }
 }

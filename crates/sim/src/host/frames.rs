@@ -1,4 +1,4 @@
-//! Synthetic physical frames: a buddy allocator whose free memory is fragmented on purpose.
+//! Synthetic physical frames, whose free memory is fragmented on purpose.
 //!
 //! An unprivileged process cannot see frame numbers, so the software host makes up its own. Physical memory comes in
 //! zones of 64 MiB, added as they are needed. A new zone is first strewn with frames that "somebody else" holds; what
@@ -10,18 +10,14 @@
 //!
 //! In between, the range of logarithms moves from [9, 18] at nearly 0 over [0, 9] at 0.5 to [0, 0] at 1.
 //!
-//! Allocation takes power-of-two blocks; with fragmentation the order is drawn in proportion to the free frames of each
-//! order, so that a buffer looks like the memory it came from and does not skim off the longest runs.
+//! With fragmentation, allocation takes the runs as they come, so that a buffer looks like the memory it came from and
+//! does not skim off the longest runs.
 
-use std::collections::BTreeSet;
-
-use dmalane_addr::{PhysAddr, SgTable};
+use dmalane_addr::{PageSize, PhysAddr, RangeAllocator, SgTable, Span};
 
 pub(super) const FRAME: u64 = 4096;
 /// Frames per zone.
 pub(super) const ZONE: u32 = 1 << 14;
-/// The largest block is 2^9 frames = 2 MiB.
-const ORDERS: usize = 10;
 /// The first frame's number: above 4 GiB, so that a truncated address is a wrong one.
 const BASE: u64 = (4 << 30) / FRAME;
 
@@ -29,9 +25,9 @@ const BASE: u64 = (4 << 30) / FRAME;
 type Frame = u32;
 
 pub(super) struct Frames {
-    /// Free blocks by order.
-    free: [BTreeSet<Frame>; ORDERS],
-    free_frames: u64,
+    /// The frames of zones that were not added yet are not free.
+    free: RangeAllocator<PhysAddr>,
+    /// Frames in zones.
     total: u32,
     limit: u32,
     fragmentation: f64,
@@ -41,41 +37,35 @@ pub(super) struct Frames {
 impl Frames {
     /// At most `limit` frames, rounded down to whole zones.
     pub(super) fn new(limit: u32, fragmentation: f64, seed: u64) -> Self {
-        Self {
-            free: Default::default(),
-            free_frames: 0,
-            total: 0,
-            limit: limit / ZONE * ZONE,
-            fragmentation: fragmentation.clamp(0.0, 1.0),
-            random: Random(seed),
-        }
+        let limit = limit / ZONE * ZONE;
+        let all = frames(0, limit.max(ZONE));
+        let mut free = RangeAllocator::new(all, PageSize::SIZE_4K);
+        free.exclude(all);
+        Self { free, total: 0, limit, fragmentation: fragmentation.clamp(0.0, 1.0), random: Random(seed) }
     }
 
     pub(super) fn limit(&self) -> u64 {
         u64::from(self.limit)
     }
 
-    #[cfg(test)]
     pub(super) fn free_frames(&self) -> u64 {
-        self.free_frames
+        self.free.free_bytes() / FRAME
     }
 
     /// Takes `count` frames, or none.
     pub(super) fn allocate(&mut self, count: u64) -> Option<SgTable<PhysAddr>> {
         // Zones have holes, so this may still fail, but not after adding zone after zone for nothing.
-        if count > self.free_frames + u64::from(self.limit - self.total) {
+        if count > self.free_frames() + u64::from(self.limit - self.total) {
             return None;
         }
-        while self.free_frames < count {
+        while self.free_frames() < count {
             self.add_zone()?;
         }
-        let mut table = SgTable::new();
-        let mut left = count;
+        let (mut table, mut left) = (SgTable::new(), count * FRAME);
         while left > 0 {
-            let want = left.ilog2().min(ORDERS as u32 - 1) as usize;
-            let (start, order) = self.take(want);
-            table.push(address(start), FRAME << order)?;
-            left -= 1 << order;
+            let run = self.take(left);
+            table.push(run.first(), run.len())?;
+            left -= run.len();
         }
         Some(table)
     }
@@ -83,65 +73,24 @@ impl Frames {
     /// Gives frames back. The table came from [`Frames::allocate`].
     pub(super) fn release(&mut self, table: &SgTable<PhysAddr>) {
         for segment in table.segments() {
-            let mut at = frame_of(segment.addr).expect("frames of this host");
-            let end = at + (segment.len / FRAME) as u32;
-            while at < end {
-                let order = block_order(at, end);
-                self.insert(at, order);
-                at += 1 << order;
-            }
+            let freed = Span::new(segment.addr, segment.len).map(|run| self.free.free(run));
+            debug_assert!(matches!(freed, Some(Ok(()))), "{segment:?} freed twice");
         }
     }
 
-    /// A free block of at most `want` as its order. The caller knows that enough frames are free.
-    fn take(&mut self, want: usize) -> (Frame, usize) {
-        let order = self.draw_order(want);
-        let from = if self.fragmentation > 0.0 { self.random.below(u64::from(self.total)) as Frame } else { 0 };
-        let set = &self.free[order];
-        let start = *set.range(from..).next().or_else(|| set.first()).expect("draw_order found a block");
-        self.free[order].remove(&start);
-        self.free_frames -= 1 << order;
-        if order <= want {
-            return (start, order);
-        }
-        // Larger than wanted: keep the front, give the rest back.
-        let (keep, end) = (start + (1 << want), start + (1 << order));
-        let mut at = keep;
-        while at < end {
-            let rest = block_order(at, end);
-            self.free[rest].insert(at);
-            self.free_frames += 1 << rest;
-            at += 1 << rest;
-        }
-        (start, want)
-    }
-
-    fn draw_order(&mut self, want: usize) -> usize {
+    /// A run of at most `most` bytes. The caller knows that so much is free.
+    fn take(&mut self, most: u64) -> Span<PhysAddr> {
         if self.fragmentation == 0.0 {
-            // The smallest block that is large enough, else the largest there is.
-            let fits = (want..ORDERS).find(|&o| !self.free[o].is_empty());
-            return fits.or_else(|| (0..want).rev().find(|&o| !self.free[o].is_empty())).expect("frames are free");
-        }
-        let mut draw = self.random.below(self.free_frames);
-        for (order, blocks) in self.free.iter().enumerate() {
-            let frames = (blocks.len() as u64) << order;
-            if draw < frames {
-                return order;
+            // As a kernel with much free memory gives it: in one piece that large pages fit.
+            let align = if most >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+            if let Ok(run) = self.free.allocate(most, align) {
+                return run;
             }
-            draw -= frames;
         }
-        unreachable!("free_frames counts the frames of all orders")
-    }
-
-    /// Puts a block back, merged with its buddies.
-    fn insert(&mut self, mut start: Frame, mut order: usize) {
-        self.free_frames += 1 << order;
-        while order + 1 < ORDERS && self.free[order].remove(&(start ^ (1 << order))) {
-            start &= !(1 << order);
-            order += 1;
-        }
-        let new = self.free[order].insert(start);
-        debug_assert!(new, "frame {start:#x} freed twice");
+        let first = self.free.free_ranges().next();
+        let run = first.and_then(|run| Span::new(run.first(), run.len().min(most))).expect("frames are free");
+        self.free.reserve(run).expect("it is free");
+        run
     }
 
     fn add_zone(&mut self) -> Option<()> {
@@ -152,13 +101,8 @@ impl Frames {
         self.total = end;
         while at < end {
             let run = self.draw_run().min(end - at);
-            let stop = at + run;
-            while at < stop {
-                let order = block_order(at, stop);
-                self.insert(at, order);
-                at += 1 << order;
-            }
-            at += 1; // the frame that somebody else holds
+            self.free.free(frames(at, run)).expect("it was of no zone");
+            at += run + 1; // behind the frame that somebody else holds
         }
         Some(())
     }
@@ -175,14 +119,8 @@ impl Frames {
     }
 }
 
-/// The largest block that may start at `at` and does not pass `end`.
-fn block_order(at: Frame, end: Frame) -> usize {
-    let by_alignment = if at == 0 { ORDERS as u32 - 1 } else { at.trailing_zeros() };
-    by_alignment.min((end - at).ilog2()).min(ORDERS as u32 - 1) as usize
-}
-
-fn address(frame: Frame) -> PhysAddr {
-    PhysAddr::new((BASE + u64::from(frame)) * FRAME)
+fn frames(first: Frame, count: u32) -> Span<PhysAddr> {
+    Span::new(PhysAddr::new((BASE + u64::from(first)) * FRAME), u64::from(count) * FRAME).expect("below 2^45")
 }
 
 /// The number of the frame that holds `addr`; `None` outside the synthetic memory.

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, CardAddr};
 use dmalane_device::Device;
 use dmalane_dma::error_chain;
+use dmalane_dma::quarantined_bytes;
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Registered, StallWatch, StopReason};
 use dmalane_slash::model::{DriverModel, Fault, Version};
-use dmalane_slash::{DDR, HBM, Request, quarantined_bytes};
+use dmalane_slash::{DDR, HBM, Request};
 
 use crate::suites::{LONG, VERSIONS, open};
 

@@ -3,11 +3,11 @@
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::Args;
 use dmalane::daemon::{ClientLimits, Config, Listener, SOCKET, Server, ServerEvent};
 use dmalane::dma::memory_limit;
+use dmalane::keep::inherited;
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::plain;
 use dmalane_cli::size::{self, Size};
@@ -69,10 +69,6 @@ pub struct Serve {
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(4), value_parser = size::nonzero)]
     client_bytes: Size,
 
-    /// How long to spin before sleeping, in microseconds
-    #[arg(long, value_name = "US", default_value_t = 100)]
-    spin: u64,
-
     /// Do not log clients that connect and disconnect
     #[arg(short, long)]
     quiet: bool,
@@ -81,7 +77,7 @@ pub struct Serve {
 impl Serve {
     /// Serves until the process is terminated.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let Self { socket, mode, ddr, hbm, clients, spin, quiet, .. } = self;
+        let Self { socket, mode, ddr, hbm, clients, quiet, .. } = self;
         let limits = ClientLimits {
             ddr: self.client_ddr.bytes(),
             hbm: self.client_hbm.bytes(),
@@ -90,7 +86,11 @@ impl Serve {
             bytes: self.client_bytes.bytes(),
         };
         // The mode admits the owner alone.
-        let inherited = system::inherited_socket()?;
+        let mut passed = inherited();
+        if passed.len() > 1 {
+            return Err(Failure::new(format!("{} sockets were passed, but one is expected", passed.len())));
+        }
+        let inherited = passed.pop().map(|(_, socket)| socket);
         let alone = inherited.is_none() && mode & 0o077 == 0;
         let memory = self.memory.map(Size::bytes).or_else(|| {
             // The daemon itself takes 64 MiB; in a small group, half of the limit.
@@ -106,7 +106,6 @@ impl Serve {
             limits,
             clients: clients.into(),
             subordinates,
-            spin: Duration::from_micros(spin),
             ..Config::default()
         };
         if let Err(e) = config.check() {

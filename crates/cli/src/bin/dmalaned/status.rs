@@ -9,9 +9,8 @@ use clap::Args;
 use dmalane::daemon::{ClientOptions, ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::{Table, fit};
-use dmalane_cli::number::seconds;
 use dmalane_cli::output;
-use dmalane_cli::size::binary;
+use dmalane_cli::size::{binary, seconds};
 use serde_json::{Value, json};
 
 const EXAMPLES: &str = "\

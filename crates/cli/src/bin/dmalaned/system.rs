@@ -1,13 +1,11 @@
-//! The interface to the service manager and the kernel: signals, inherited sockets, notifications and limits.
+//! The interface to the service manager and the kernel: signals, notifications and limits.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
 
 use dmalane_cli::failure::Failure;
-use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// A socket that becomes readable on one of these signals.
@@ -17,20 +15,6 @@ pub fn termination(signals: &[i32]) -> Result<UnixStream, Failure> {
         signal_hook::low_level::pipe::register(*signal, sender.try_clone()?)?;
     }
     Ok(receiver)
-}
-
-/// The socket that the service manager passed (`LISTEN_FDS` of sd_listen_fds(3)), if any.
-pub fn inherited_socket() -> Result<Option<OwnedFd>, Failure> {
-    let mut inherited = ListenFd::from_env();
-    if inherited.len() > 1 {
-        return Err(Failure::new(format!("{} sockets were passed, but one is expected", inherited.len())));
-    }
-    let (unix, seqpacket) = (1, 5); // AF_UNIX and SOCK_SEQPACKET of linux/socket.h and linux/net.h
-    match inherited.take_custom(0, unix, seqpacket, "a listening Unix socket of type SEQPACKET") {
-        Ok(socket) => Ok(socket),
-        Err(e) => Err(Failure::because("the inherited socket has the wrong type", &e)
-            .hint("the unit needs ListenSequentialPacket=")),
-    }
 }
 
 /// Notifies the service manager (sd_notify(3)), if there is one.

@@ -7,63 +7,34 @@ use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
 use dmalane::iopt::{self, Error, FaultKind, Format, FormatId, TableImage, WalkFault, Walked, with_format};
 
 use super::image::Image;
-use super::number::Number;
 use super::spec::{SpecMapping, wrong};
 use crate::failure::Failure;
 use crate::size;
 
-/// Why no tables were built.
-pub enum BuildError {
-    /// The root, of this size, cannot be at this address.
-    Base(Error, PageSize, u64),
-    /// A field of a mapping is not a multiple of the smallest page.
-    Misaligned { mapping: usize, field: &'static str, value: u64, granule: PageSize },
-    /// The tables refused a mapping.
-    Mapping(usize, Error),
-}
-
-impl BuildError {
-    /// The hint for the user.
-    pub fn failure(&self, spec: &Path, mappings: &[SpecMapping]) -> Failure {
-        match *self {
-            Self::Base(e, root, base) => {
-                let aligned = format!("the root is aligned to its size, here {root}");
-                Failure::because(format!("there can be no tables at --base {base:#x}"), &e).hint(aligned)
-            }
-            Self::Misaligned { mapping, field, value, granule } => {
-                wrong(spec, format!("mappings[{mapping}].{field}: {value:#x} is not a multiple of {granule}"))
-            }
-            Self::Mapping(mapping, Error::Overlap { at }) => {
-                let other = mappings[..mapping].iter().position(|m| at.bits.wrapping_sub(m.va.0) < m.len.0);
-                let other = other.map_or(String::new(), |other| format!(" by mappings[{other}]"));
-                wrong(spec, format!("mappings[{mapping}]: {:#x} is already mapped{other}", at.bits))
-            }
-            Self::Mapping(mapping, Error::NoTables { at }) => {
-                let most = size::binary(MOST_BYTES);
-                wrong(spec, format!("mappings[{mapping}]: at {:#x} the tables outgrow {most}", at.bits))
-                    .hint("addresses and lengths that are multiples of a larger page take fewer tables")
-            }
-            Self::Mapping(mapping, e) => wrong(spec, format!("mappings[{mapping}]: {e}")),
-        }
-    }
-}
-
 /// The largest image that is built: 128 GiB by 4 KiB pages.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Builds tables from `base` on.
-pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<TableImage, BuildError> {
-    let image = TableImage::new(format, PhysAddr::new(base), MOST_BYTES);
-    let mut image = image.map_err(|e| BuildError::Base(e, format.table_shape().root, base))?;
-    let granule = format.page_sizes().iter().next().expect("a format has a page size");
+/// Builds the tables of a specification from `base` on.
+pub fn build(format: FormatId, spec: &Path, mappings: &[SpecMapping], base: u64) -> Result<TableImage, Failure> {
+    let mut image = TableImage::new(format, PhysAddr::new(base), MOST_BYTES).map_err(|e| {
+        Failure::because(format!("there can be no tables at --base {base:#x}"), &e)
+            .hint(format!("the root is aligned to its size, here {}", format.table_shape().root))
+    })?;
     for (i, m) in mappings.iter().enumerate() {
-        for (field, Number(value)) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
-            if !value.is_multiple_of(granule.bytes()) {
-                return Err(BuildError::Misaligned { mapping: i, field, value, granule });
-            }
-        }
         let mapped = image.map(Iova::new(m.va.0), PhysAddr::new(m.pa.0), m.len.0, m.access);
-        mapped.map_err(|e| BuildError::Mapping(i, e))?;
+        mapped.map_err(|e| match e {
+            Error::Overlap { at } => {
+                let other = mappings[..i].iter().position(|m| at.bits.wrapping_sub(m.va.0) < m.len.0);
+                let other = other.map_or(String::new(), |other| format!(" by mappings[{other}]"));
+                wrong(spec, format!("mappings[{i}]: {:#x} is already mapped{other}", at.bits))
+            }
+            Error::NoTables { at } => {
+                let most = size::binary(MOST_BYTES);
+                wrong(spec, format!("mappings[{i}]: at {:#x} the tables outgrow {most}", at.bits))
+                    .hint("addresses and lengths that are multiples of a larger page take fewer tables")
+            }
+            e => wrong(spec, format!("mappings[{i}]: {e}")),
+        })?;
     }
     Ok(image)
 }

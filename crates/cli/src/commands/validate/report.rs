@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use dmalane::validate::{Allocation, Directions, Figure, Pages, Rate, Stop};
+use dmalane::validate::{Allocation, Directions, Figure, Pages, Rate};
 use serde_json::{Value, json};
 
 use super::outcome::ValidateOutcome;
@@ -34,14 +34,11 @@ pub fn us(time: Duration) -> f64 {
 /// The outcome as what `--json` prints, described in `docs/formats/json.md`.
 pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
     let ValidateOutcome { settings, report, .. } = outcome;
-    let (iterations, duration) = match settings.stop {
-        Stop::After(n) => (Some(n), None),
-        Stop::For(time) => (None, Some(time.as_secs_f64())),
-    };
+    let duration = settings.iterations.is_none().then_some(settings.duration.as_secs_f64());
     let options = json!({
         "threads": settings.threads,
         "iodepth": settings.iodepth,
-        "starting_offset": settings.starting_offset,
+        "starting_offset": settings.starting_offset.unwrap_or(0),
         "offset": settings.stride,
         "channel_region_stride": settings.region_stride,
         "channels": settings.channels.entries(),
@@ -50,7 +47,7 @@ pub fn json(outcome: &ValidateOutcome, page: Option<&Path>) -> Value {
             Allocation::Paired => "paired",
         },
         "raw": settings.raw,
-        "iterations": iterations,
+        "iterations": settings.iterations,
         "duration_s": duration,
     });
     let integrity = report.integrity.iter().map(|i| {

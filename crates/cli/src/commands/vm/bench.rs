@@ -39,7 +39,7 @@ const MOST: u64 = 1 << 24;
 /// follow each other in memory.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub(super) struct Bench {
+pub(crate) struct Bench {
     /// Size of the buffer, in whole pages of 16KiB or what the device has
     #[arg(value_name = "BO_SIZE", default_value = "4GiB")]
     bo_size: Size,

@@ -96,6 +96,14 @@ pub fn between(least: Size, most: Size) -> impl Fn(&str) -> Result<Size, String>
     }
 }
 
+/// A parser of seconds from `least` to an hour.
+pub fn seconds(least: f64) -> impl Fn(&str) -> Result<Duration, String> + Clone + Send + Sync + 'static {
+    move |text| match text.parse() {
+        Ok(seconds) if (least..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err(format!("not a number of seconds from {least} to 3600, such as 0.5")),
+    }
+}
+
 /// Upper case as printed, or all lower case: `Gb`, a gigabit, is neither.
 fn unit_bytes(unit: &str) -> Result<u128, SizeError> {
     if unit.is_empty() {
@@ -121,12 +129,16 @@ fn unit_bytes(unit: &str) -> Result<u128, SizeError> {
     }
 }
 
-/// As it may be typed again, exact.
+/// Exact, as it may be typed again; with `#`, for sentences: `16 MiB`.
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let power = if self.0 == 0 { 0 } else { (self.0.trailing_zeros() / 10).min(6) };
-        write!(f, "{}", self.0 >> (power * 10))?;
-        f.write_str(if power == 0 { "" } else { BINARY[power as usize] })
+        let value = self.0 >> (power * 10);
+        match (f.alternate(), power) {
+            (true, _) => write!(f, "{value} {}", BINARY[power as usize]),
+            (false, 0) => write!(f, "{value}"),
+            (false, _) => write!(f, "{value}{}", BINARY[power as usize]),
+        }
     }
 }
 
@@ -160,6 +172,15 @@ pub fn duration(time: Duration) -> String {
 
 /// `bytes` to three digits in powers of 2: `16 MiB`.
 pub fn binary(bytes: u64) -> String {
+    rounded(bytes, f64::round)
+}
+
+/// As [`binary`], rounded up: for needs, so that one that exceeds what there is never looks equal to it.
+pub fn binary_up(bytes: u64) -> String {
+    rounded(bytes, f64::ceil)
+}
+
+fn rounded(bytes: u64, round: fn(f64) -> f64) -> String {
     let (mut power, mut unit) = (0, 1u64);
     // A value that would round up to a whole next unit is shown in that unit: 1 MiB, never 1024 KiB.
     while power < 6 && bytes as f64 / unit as f64 >= 1023.5 {
@@ -173,7 +194,8 @@ pub fn binary(bytes: u64) -> String {
         v if v < 99.95 => 1,
         _ => 0,
     };
-    format!("{value:.digits$} {}", BINARY[power])
+    let scale = 10f64.powi(digits as i32);
+    format!("{:.digits$} {}", round(value * scale) / scale, BINARY[power])
 }
 
 #[cfg(test)]
@@ -258,6 +280,7 @@ mod tests {
         }
         assert_eq!(Size::gib(64).to_string(), "64GiB");
         assert_eq!(Size(4097).to_string(), "4097");
+        assert_eq!([4097, 132 << 10].map(|bytes| format!("{:#}", Size(bytes))), ["4097 B", "132 KiB"]);
     }
 
     #[test]
@@ -275,6 +298,8 @@ mod tests {
         ] {
             assert_eq!(binary(bytes), text);
         }
+        let up = [7, 1024, 1025, 8_400_896, 1 << 20, (1 << 20) - 1, 3 << 29, 1 << 40].map(binary_up);
+        assert_eq!(up, ["7 B", "1 KiB", "1.01 KiB", "8.02 MiB", "1 MiB", "1.00 MiB", "1.50 GiB", "1 TiB"]);
         assert_eq!(rate(2_430_000_000, Duration::from_secs(1)), "2.43 GB/s");
         assert_eq!(rate(10_000_000, Duration::from_secs(1)), "10.0 MB/s");
         assert_eq!(rate(1 << 20, Duration::from_secs(1)), "1.05 MB/s");
