@@ -14,9 +14,9 @@ use crate::settings::Phase;
 #[non_exhaustive]
 pub enum ValidateError {
     /// Settings that make no sense.
-    #[error("{what} of {value} is {why}")]
+    #[error("{what}: {value} is {why}")]
     Bad {
-        /// Which setting.
+        /// Which setting, as options are called.
         what: &'static str,
         /// Its value.
         value: u64,

@@ -154,29 +154,29 @@ impl ValidateSettings {
     pub fn check(&self) -> Result<(), ValidateError> {
         let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
         if !(1..=64).contains(&self.threads) {
-            return bad("a number of threads", self.threads as u64, "not from 1 to 64");
+            return bad("threads", self.threads as u64, "not from 1 to 64");
         }
         if !(1..=64).contains(&self.iodepth) {
-            return bad("an I/O depth", self.iodepth as u64, "not from 1 to 64");
+            return bad("iodepth", self.iodepth as u64, "not from 1 to 64");
         }
         if let Some(&buffer) = self.buffers.iter().find(|buffer| !(PAGE..=1 << 30).contains(*buffer)) {
-            return bad("a buffer size", buffer, "not from 4 KiB to 1 GiB");
+            return bad("buffer-size", buffer, "not from 4 KiB to 1 GiB");
         }
-        let mut sizes: Vec<_> = self.buffers.iter().map(|buffer| ("a buffer size", *buffer)).collect();
-        sizes.extend(self.starting_offset.map(|offset| ("a starting offset", offset)));
-        sizes.extend(self.stride.map(|stride| ("an offset", stride)));
+        let mut sizes: Vec<_> = self.buffers.iter().map(|buffer| ("buffer-size", *buffer)).collect();
+        sizes.extend(self.starting_offset.map(|offset| ("starting-offset", offset)));
+        sizes.extend(self.stride.map(|stride| ("offset", stride)));
         if let Some((what, value)) = sizes.into_iter().find(|(_, value)| !value.is_multiple_of(PAGE)) {
             return bad(what, value, "not a multiple of 4 KiB");
         }
         if let Some(stride) = self.stride.filter(|stride| self.buffers.iter().any(|buffer| buffer > stride)) {
-            return bad("an offset", stride, "less than a buffer, so buffers would overlap");
+            return bad("offset", stride, "less than a buffer, so buffers would overlap");
         }
         if let Some(stride) = self.region_stride.filter(|stride| *stride == 0 || !stride.is_multiple_of(PAGE)) {
-            return bad("a region stride", stride, "not a multiple of 4 KiB above 0");
+            return bad("channel-region-stride", stride, "not a multiple of 4 KiB above 0");
         }
         match self.stop() {
-            Stop::After(0) => bad("a number of iterations", 0, "less than 1"),
-            Stop::For(time) if time.is_zero() => bad("a duration", 0, "no time to measure anything"),
+            Stop::After(0) => bad("iterations", 0, "less than 1"),
+            Stop::For(time) if time.is_zero() => bad("duration", 0, "no time to measure anything"),
             _ => Ok(()),
         }
     }

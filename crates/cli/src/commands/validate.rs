@@ -236,7 +236,8 @@ impl Validate {
         use ValidateError as E;
         let settings = &self.settings;
         let offset = settings.starting_offset.unwrap_or(0);
-        let buffers = 2 * (settings.threads * settings.iodepth) as u64;
+        // Of settings that were refused, too.
+        let buffers = 2_u64.saturating_mul(settings.threads as u64).saturating_mul(settings.iodepth as u64);
         Some(match error {
             E::TooSmall { .. } if settings.is_positional() => {
                 let region = match settings.allocation {

@@ -104,7 +104,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("-d slash:0,ring=16", "not a number from 0 to 15"),
             ("--mm-channel 9", "--mm-channel"),
             ("--duration 0", "not a number of seconds"),
-            ("--iterations 0", "iterations of 0 is less than 1"),
+            ("--iterations 0", "iterations: 0 is less than 1"),
             ("--iterations 1 --duration 1", "cannot be used with"),
             ("--overwrite", "--overwrite is for file and qdma, not for soft"),
             ("-d soft,direct", "which file has"),

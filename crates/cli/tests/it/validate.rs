@@ -284,12 +284,12 @@ fn a_character_device_needs_to_be_asked_for() {
 fn a_bad_command_line_is_explained() {
     let (_file, file) = file(1 << 20);
     for (args, why) in [
-        (&["-j", "0"][..], "a number of threads of 0 is not from 1 to 64"),
-        (&["-j", "99999999999999999"], "is not from 1 to 64"),
+        (&["-j", "0"][..], "threads: 0 is not from 1 to 64"),
+        (&["-j", "18446744073709551615"], "threads: 18446744073709551615 is not from 1 to 64"),
         (&["--buffer-size", "5000"], "not a multiple of 4 KiB"),
         (&["--buffer-size", "0"], "not from 4 KiB to 1 GiB"),
         (&["--buffer-size", "2GiB"], "not from 4 KiB to 1 GiB"),
-        (&["--offset", "1"], "an offset of 1 is not a multiple of 4 KiB"),
+        (&["--offset", "1"], "offset: 1 is not a multiple of 4 KiB"),
         (&["--offset", "32KiB"], "less than a buffer, so buffers would overlap"),
         (&["--starting-offset", "1"], "not a multiple of 4 KiB"),
         (&["--channel-allocation", "paired", "--channel-region-stride", "0"], "not a multiple of 4 KiB above 0"),
@@ -299,7 +299,7 @@ fn a_bad_command_line_is_explained() {
         (&["--buffer-size", "4KiB,"], "not a size"),
         (&["--mm-channel", "both"], "neither `auto` nor a channel"),
         (&["--channel-allocation", "random"], "possible values: auto, paired"),
-        (&["--iterations", "0"], "a number of iterations of 0 is less than 1"),
+        (&["--iterations", "0"], "iterations: 0 is less than 1"),
         (&["--duration", "0"], "not a number of seconds from 0.000001"),
         (&["--duration", "-1"], "not a number of seconds from 0.000001"),
         (&["--iterations", "1", "--duration", "1"], "cannot be used with"),
