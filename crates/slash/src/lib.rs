@@ -26,7 +26,6 @@ mod card;
 mod device;
 mod error;
 mod kernel;
-mod live;
 #[cfg(feature = "model")]
 pub mod model;
 mod queue;

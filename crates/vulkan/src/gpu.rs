@@ -709,6 +709,11 @@ impl HostMemory {
     pub fn buffer(&self) -> &Arc<Buffer> {
         &self.buffer
     }
+
+    /// True for memory of this device's.
+    pub fn is_of(&self, gpu: &Arc<Gpu>) -> bool {
+        Arc::ptr_eq(&self.buffer.gpu, gpu)
+    }
 }
 
 // SAFETY: it is plain memory, not tied to a thread; Vulkan's objects are not either.
