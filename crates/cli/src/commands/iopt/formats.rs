@@ -54,8 +54,8 @@ const MOST_BYTES: u64 = 256 << 20;
 /// Builds tables from `base` on.
 pub fn build(format: FormatId, mappings: &[SpecMapping], base: u64) -> Result<TableImage, BuildError> {
     let image = TableImage::new(format, PhysAddr::new(base), MOST_BYTES);
-    let mut image = image.map_err(|e| BuildError::Base(e, format.table_shape().root, base))?;
-    let granule = format.page_sizes().iter().next().expect("a format has a page size");
+    let mut image = image.map_err(|e| BuildError::Base(e, format.facts().shape.root, base))?;
+    let granule = format.facts().page_sizes.iter().next().expect("a format has a page size");
     for (i, m) in mappings.iter().enumerate() {
         for (field, Number(value)) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
             if !value.is_multiple_of(granule.bytes()) {
