@@ -205,7 +205,7 @@ impl Device for CudaDevice {
         // What is bound in pages has to be allocated in pages.
         let page = (self.space.kind() != AddressSpaceKind::Flat).then(|| self.space.page().bytes());
         let lendable = self.lendable.clone();
-        let vram = Vram { context, window, page, lendable, live: Vec::new(), stuck: Vec::new() };
+        let vram = Vram { context, window, page, lendable, stuck: Vec::new() };
         DeviceMemory::new(&self.region).driven_by(vram)
     }
 
