@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{
     AnonHeap, BufferSlice, DmaHeap, Heap, MemfdHeap, PageKind, Pool, SharedBuf, VolatileSlice, export_dma_buf,
-    footprint,
 };
 use dmalane::file::{FileQueue, Io, Mode, read_now};
 use dmalane::queue::{Operation, Queue};
@@ -850,6 +849,13 @@ fn cpu() -> f64 {
     t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
 }
 
+/// Bytes of a line of `/proc/self/status`.
+fn status(name: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+    line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).map_or(0, |kib| kib << 10)
+}
+
 /// The most memory that the process has while a sample runs.
 struct Resident {
     before: u64,
@@ -858,7 +864,7 @@ struct Resident {
 
 impl Resident {
     fn now() -> u64 {
-        footprint().map_or(0, |f| f.anonymous + f.shared + f.hugetlb)
+        ["RssAnon", "RssShmem", "HugetlbPages"].into_iter().map(status).sum()
     }
 
     fn begin(buffer: u64) -> Self {
@@ -869,13 +875,9 @@ impl Resident {
 
     /// Bytes beyond what there was before and the buffer.
     fn end(self) -> u64 {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let field = |name: &str| {
-            let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
-            line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).map_or(0, |kib| kib << 10)
-        };
+        let hugetlb = status("HugetlbPages");
         // The mark has the pages of files in it, which are there before and after.
-        let peak = (field("VmHWM") - field("RssFile")).max(Self::now() - field("HugetlbPages")) + field("HugetlbPages");
+        let peak = (status("VmHWM") - status("RssFile")).max(Self::now() - hugetlb) + hugetlb;
         peak.saturating_sub(self.before).saturating_sub(self.buffer)
     }
 }

@@ -241,16 +241,6 @@ structure!(
     s.0.len() * 4
 );
 
-struct Table(SgTable<CardAddr>);
-
-structure!(
-    Table,
-    "ours: SgTable",
-    true,
-    |s, offset| s.0.segment_at(offset).map(|f| (f.addr.bits(), f.left)),
-    s.0.segment_count() * 16
-);
-
 struct Index(SgIndex<CardAddr>);
 
 structure!(Index, INDEX, true, |s, offset| s.0.segment_at(offset).map(|f| (f.addr.bits(), f.left)), s.0.bytes());
@@ -268,16 +258,13 @@ structure!(
 
 /// All structures over these segments.
 fn structures(segments: &[Segment<CardAddr>]) -> Result<Vec<Box<dyn Structure>>, Box<dyn std::error::Error>> {
-    let mut table = SgTable::new();
-    table.extend(segments.iter().copied());
-    let index = SgIndex::from_table(&table)?;
+    let index = SgIndex::try_new(segments.iter().copied())?;
     let frames = segments.iter().flat_map(|s| (0..s.len / PAGE).map(|i| (s.addr.bits() / PAGE + i) as u32));
     Ok(vec![
         Box::new(Linear::new(segments)),
         Box::new(BinarySearch::new(segments)),
         Box::new(Map::new(segments)),
         Box::new(Frames(frames.collect())),
-        Box::new(Table(table)),
         Box::new(Index(index.clone())),
         Box::new(IndexPage(index)),
     ])
@@ -361,7 +348,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
                 // apart.
                 let goal = pages_of(&segments).div_ceil(64) as f64 * 16.0 + segments.len() as f64 * 4.0;
                 size = size.max((bytes - size_of::<SgIndex<CardAddr>>() as f64) / goal);
-                report.note(layout.name(), &format!("SgIndex is {}, bytes", index_kind(&segments)?), bytes);
+                report.note(layout.name(), "SgIndex, bytes", bytes);
             }
         }
     }
@@ -387,28 +374,28 @@ fn odd_segments(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::e
     for odd in ODD {
         let segments = buffers::blocks(8192, odd);
         let index = SgIndex::try_new(segments.iter().copied())?;
-        let (bytes, kind) = (index.bytes(), index.kind());
+        let bytes = index.bytes();
         let all: Vec<Box<dyn Structure>> = vec![Box::new(BinarySearch::new(&segments)), Box::new(Index(index))];
         let offsets = picks(Layout::Single, &segments, LOOKUPS);
         check(&all, &segments, &offsets)?;
-        cases.push((format!("8192 blocks of 2 MiB, {odd} odd pages"), bytes, kind, all, offsets));
+        cases.push((format!("8192 blocks of 2 MiB, {odd} odd pages"), bytes, all, offsets));
     }
     let mut samples = vec![vec![Vec::new(); 2]; cases.len()];
     for _ in 0..rounds {
-        for ((_, _, _, all, offsets), samples) in cases.iter().zip(&mut samples) {
+        for ((_, _, all, offsets), samples) in cases.iter().zip(&mut samples) {
             for (one, samples) in hot(all, offsets, 1).into_iter().zip(samples) {
                 samples.extend(one);
             }
         }
     }
     let mut medians = Vec::new();
-    for ((case, bytes, kind, all, _), samples) in cases.iter().zip(&samples) {
+    for ((case, bytes, all, _), samples) in cases.iter().zip(&samples) {
         for (structure, samples) in all.iter().zip(samples) {
             let details = Details { items: Some(LOOKUPS as u64), ..Details::default() };
             let median = report.detailed_row(case, structure.name(), LOOKUPS as u64 * PAGE, samples, details);
             if structure.name() == INDEX {
                 medians.push(median);
-                report.note(case, &format!("SgIndex is {kind}, bytes"), *bytes as f64);
+                report.note(case, "SgIndex, bytes", *bytes as f64);
             }
         }
     }
@@ -416,10 +403,6 @@ fn odd_segments(report: &mut Report, rounds: usize) -> Result<(), Box<dyn std::e
         report.at_most(&format!("8192 blocks of 2 MiB: {odd} odd pages / none"), 2.0, median / medians[0]);
     }
     Ok(())
-}
-
-fn index_kind(segments: &[Segment<CardAddr>]) -> Result<&'static str, Box<dyn std::error::Error>> {
-    Ok(SgIndex::try_new(segments.iter().copied())?.kind().name())
 }
 
 fn look_ups(structure: &dyn Structure) -> usize {
@@ -496,9 +479,11 @@ fn by_size(report: &mut Report) -> Result<(), Box<dyn std::error::Error>> {
             let offsets = picks(layout, &segments, 4096);
             let walks = (1 << 22) / segments.len().max(1 << 10);
             let mut table = SgTable::new();
-            table.extend(segments.iter().copied());
+            for s in &segments {
+                table.push(s.addr, s.len).ok_or("longer than the address space")?;
+            }
             let index = SgIndex::from_table(&table)?;
-            let (bytes, kind) = (index.bytes(), index.kind());
+            let bytes = index.bytes();
             let all: [Box<dyn Structure>; 3] =
                 [Box::new(Linear::new(&segments)), Box::new(BinarySearch::new(&segments)), Box::new(Index(index))];
             check(&all, &segments, &offsets)?;
@@ -536,7 +521,7 @@ fn by_size(report: &mut Report) -> Result<(), Box<dyn std::error::Error>> {
                     report.detailed_row(&case, name, PAGE, samples, details)
                 })
                 .collect();
-            report.note(&case, &format!("{kind}: look-ups after which making it has paid, against the list"), {
+            report.note(&case, "look-ups after which making it has paid, against the list", {
                 (medians[3] / (medians[0] - medians[2]).max(0.0)).ceil()
             });
         }

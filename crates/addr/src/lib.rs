@@ -51,5 +51,5 @@ pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
 pub use sg::{Segment, SegmentAt, SgError};
 #[cfg(feature = "alloc")]
-pub use sg::{SgIndex, SgKind, SgPages, SgRuns, SgTable};
+pub use sg::{SgIndex, SgPages, SgRuns, SgTable};
 pub use span::Span;

@@ -1,7 +1,7 @@
 //! Scatter-gather: a buffer described as physically contiguous segments.
 //!
-//! [`SgTable`] is a list that grows; a lookup is a binary search. [`SgIndex`] is built once from all segments and finds
-//! any page in two loads. Use the table while a buffer is built, and the index to look up pages in random order.
+//! [`SgTable`] is a list that grows. [`SgIndex`] is built once from all segments and finds any page in two loads. Use
+//! the table while a buffer is built, and the index to look up pages.
 
 #[cfg(feature = "alloc")]
 mod buckets;
@@ -18,7 +18,7 @@ mod table;
 mod tests;
 
 #[cfg(feature = "alloc")]
-pub use index::{SgIndex, SgKind, SgPages, SgRuns};
+pub use index::{SgIndex, SgPages, SgRuns};
 pub use segment::{Segment, SegmentAt, SgError};
 #[cfg(feature = "alloc")]
 pub use table::SgTable;

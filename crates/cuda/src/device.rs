@@ -157,7 +157,7 @@ fn registrar(context: &Arc<Context>, pins: bool) -> Pins {
     if pins {
         return NoIommu::calling(None, move |buffer, range| Ok(Some(Registered::new(&context, buffer, range)?)));
     }
-    let allocate = move |len| Ok(Box::new(PinnedMemory::allocate(&context, len)?) as _);
+    let allocate = move |len| Ok(PinnedMemory::allocate(&context, len)?);
     NoIommu::calling(Some(Arc::new(DriverHeap::new("cuMemHostAlloc", allocate))), |buffer, _| {
         match buffer.is_read_only() {
             // Copies from there would take longer than those through the heap's memory.
@@ -205,7 +205,7 @@ impl Device for CudaDevice {
         // What is bound in pages has to be allocated in pages.
         let page = (self.space.kind() != AddressSpaceKind::Flat).then(|| self.space.page().bytes());
         let lendable = self.lendable.clone();
-        let vram = Vram { context, window, page, lendable, live: Vec::new(), stuck: Vec::new() };
+        let vram = Vram { context, window, page, lendable, stuck: Vec::new() };
         DeviceMemory::new(&self.region).driven_by(vram)
     }
 

@@ -5,56 +5,67 @@ use dmalane_queue::{DeviceAddr, Direction, GatherList, HostSlice, Operation, Que
 /// Calls that one operation may need, at most: rows that overlap, and pitches beyond the driver's, take one for each.
 const MOST: u64 = 4096;
 
-/// One call of the driver on a stream. Host memory is the range `offset..` of slice `host` of an operation.
+/// Rows of bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Rows {
+    /// Bytes of each.
+    pub(crate) row: u64,
+    /// How many, at least one.
+    pub(crate) count: u64,
+    /// From one to the next, in the source and in the destination: at least a row.
+    pub(crate) pitches: (u64, u64),
+}
+
+impl Rows {
+    fn one(row: u64) -> Self {
+        Self { row, count: 1, pitches: (row, row) }
+    }
+
+    /// From the first byte to behind the last one, with this pitch.
+    pub(crate) fn extent(&self, pitch: u64) -> u64 {
+        (self.count - 1) * pitch + self.row
+    }
+}
+
+/// One call of the driver on a stream. Host memory begins at `offset` of slice `host` of an operation; its pitch is the
+/// first one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Step {
-    /// A copy of `len` bytes.
-    Copy { direction: Direction, host: usize, offset: u64, at: DeviceAddr, len: u64 },
-    /// `rows` rows of `row` bytes; pitches are at least as long.
-    Rows { direction: Direction, host: usize, offset: u64, at: DeviceAddr, row: u64, rows: u64, pitches: (u64, u64) },
+    /// A copy.
+    Copy { direction: Direction, host: usize, offset: u64, at: DeviceAddr, rows: Rows },
     /// Within the device.
-    Within { from: DeviceAddr, to: DeviceAddr, len: u64 },
-    /// Within the device: rows, with the pitches of source and destination.
-    RowsWithin { from: DeviceAddr, to: DeviceAddr, row: u64, rows: u64, pitches: (u64, u64) },
-    /// `len` times a byte.
-    Bytes { at: DeviceAddr, value: u8, len: u64 },
-    /// `count` times a word of four bytes, at a multiple of four.
-    Words { at: DeviceAddr, value: u32, count: u64 },
-    /// `rows` times `row` bytes of one value, `pitch` apart.
-    ByteRows { at: DeviceAddr, value: u8, row: u64, rows: u64, pitch: u64 },
-    /// `rows` words, `pitch` bytes apart; both are multiples of four.
-    WordRows { at: DeviceAddr, value: u32, rows: u64, pitch: u64 },
+    Within { from: DeviceAddr, to: DeviceAddr, rows: Rows },
+    /// Bytes of one value.
+    Bytes { at: DeviceAddr, value: u8, rows: Rows },
+    /// Words of four bytes of one value; all numbers are multiples of four.
+    Words { at: DeviceAddr, value: u32, rows: Rows },
 }
 
 impl Step {
+    fn rows(&self) -> &Rows {
+        match self {
+            Self::Copy { rows, .. }
+            | Self::Within { rows, .. }
+            | Self::Bytes { rows, .. }
+            | Self::Words { rows, .. } => rows,
+        }
+    }
+
     /// Bytes that it moves or sets.
     pub(crate) fn bytes(&self) -> u64 {
-        match *self {
-            Self::Copy { len, .. } | Self::Within { len, .. } | Self::Bytes { len, .. } => len,
-            Self::Rows { row, rows, .. } | Self::RowsWithin { row, rows, .. } | Self::ByteRows { row, rows, .. } => {
-                row * rows
-            }
-            Self::Words { count, .. } => 4 * count,
-            Self::WordRows { rows, .. } => 4 * rows,
-        }
+        self.rows().row * self.rows().count
     }
 
     /// The device memory that it uses: first address, bytes, and whether it writes.
     pub(crate) fn device(&self) -> [Option<(DeviceAddr, u64, bool)>; 2] {
-        let extent = |row: u64, rows: u64, pitch: u64| (rows - 1) * pitch + row;
+        let rows = self.rows();
+        let there = rows.extent(rows.pitches.1);
         match *self {
-            Self::Copy { direction, at, len, .. } => [Some((at, len, direction == Direction::FromHost)), None],
-            Self::Rows { direction, at, row, rows, pitches: (_, pitch), .. } => {
-                [Some((at, extent(row, rows, pitch), direction == Direction::FromHost)), None]
+            Self::Copy { direction, at, .. } => [Some((at, there, direction == Direction::FromHost)), None],
+            Self::Within { from, to, .. } => {
+                [Some((from, rows.extent(rows.pitches.0), false)), Some((to, there, true))]
             }
-            Self::Within { from, to, len } => [Some((from, len, false)), Some((to, len, true))],
-            Self::RowsWithin { from, to, row, rows, pitches } => {
-                [Some((from, extent(row, rows, pitches.0), false)), Some((to, extent(row, rows, pitches.1), true))]
-            }
-            Self::Bytes { at, len, .. } => [Some((at, len, true)), None],
-            Self::Words { at, count, .. } => [Some((at, 4 * count, true)), None],
-            Self::ByteRows { at, row, rows, pitch, .. } => [Some((at, extent(row, rows, pitch), true)), None],
-            Self::WordRows { at, rows, pitch, .. } => [Some((at, extent(4, rows, pitch), true)), None],
+            Self::Bytes { at, .. } | Self::Words { at, .. } => [Some((at, there, true)), None],
         }
     }
 }
@@ -80,12 +91,19 @@ pub(crate) fn steps(operation: &Operation, longest: u64, steps: &mut Vec<Step>) 
     steps.clear();
     let shape = operation.shape.as_deref();
     match (&operation.work, shape) {
-        (Work::Copy { direction, host, at }, None) => {
-            steps.push(Step::Copy { direction: *direction, host: 0, offset: 0, at: *at, len: host.slice.len() as u64 });
+        (Work::Copy { direction, host, at }, _) => {
+            let (direction, at) = (*direction, *at);
+            by_rows(shape, host.slice.len() as u64, longest, steps, |offset, there, rows| Step::Copy {
+                direction,
+                host: 0,
+                offset,
+                at: plus(at, there),
+                rows,
+            })?;
         }
-        (Work::Copy { direction, at, .. }, Some(shape)) => copy_rows(*direction, *at, shape, longest, steps)?,
-        (Work::Within { from, to, len }, None) => steps.push(Step::Within { from: *from, to: *to, len: *len }),
-        (Work::Within { from, to, .. }, Some(shape)) => rows_within(*from, *to, shape, longest, steps)?,
+        (Work::Within { from, to, len }, _) => by_rows(shape, *len, longest, steps, |from_here, there, rows| {
+            Step::Within { from: plus(*from, from_here), to: plus(*to, there), rows }
+        })?,
         (Work::Fill { at, len, pattern }, None) => fill(*at, *len, *pattern, steps),
         (Work::Fill { at, pattern, .. }, Some(shape)) => fill_rows(*at, *pattern, shape, longest, steps)?,
         (Work::Gather(gather), _) => scatter(gather, operation.hosts(), steps),
@@ -104,47 +122,27 @@ fn few(shape: &Shape, each: u64) -> Result<(), Refusal> {
     }
 }
 
-fn copy_rows(
-    direction: Direction,
-    at: DeviceAddr,
-    shape: &Shape,
+/// One step for all rows where the driver takes them in one call, else one for each; one for the `len` bytes of a copy
+/// that has no shape. `step` gets offsets in the source and in the destination.
+fn by_rows(
+    shape: Option<&Shape>,
+    len: u64,
     longest: u64,
     steps: &mut Vec<Step>,
+    step: impl Fn(u64, u64, Rows) -> Step,
 ) -> Result<(), Refusal> {
-    let Shape { row, rows, host_pitch, device_pitch } = *shape;
-    let pitches = (host_pitch, device_pitch);
-    if fits(shape, longest) {
-        steps.push(Step::Rows { direction, host: 0, offset: 0, at, row, rows: rows.into(), pitches });
+    let Some(shape) = shape else {
+        steps.push(step(0, 0, Rows::one(len)));
         return Ok(());
+    };
+    let (row, count, pitches) = (shape.row, shape.rows.into(), (shape.host_pitch, shape.device_pitch));
+    if [pitches.0, pitches.1].iter().all(|pitch| (row..=longest).contains(pitch)) {
+        steps.push(step(0, 0, Rows { row, count, pitches }));
+    } else {
+        few(shape, 1)?;
+        steps.extend((0..count).map(|r| step(r * pitches.0, r * pitches.1, Rows::one(row))));
     }
-    few(shape, 1)?;
-    let one =
-        |r: u64| Step::Copy { direction, host: 0, offset: r * host_pitch, at: plus(at, r * device_pitch), len: row };
-    steps.extend((0..u64::from(rows)).map(one));
     Ok(())
-}
-
-fn rows_within(
-    from: DeviceAddr,
-    to: DeviceAddr,
-    shape: &Shape,
-    longest: u64,
-    steps: &mut Vec<Step>,
-) -> Result<(), Refusal> {
-    let Shape { row, rows, host_pitch, device_pitch } = *shape;
-    if fits(shape, longest) {
-        steps.push(Step::RowsWithin { from, to, row, rows: rows.into(), pitches: (host_pitch, device_pitch) });
-        return Ok(());
-    }
-    few(shape, 1)?;
-    let one = |r: u64| Step::Within { from: plus(from, r * host_pitch), to: plus(to, r * device_pitch), len: row };
-    steps.extend((0..u64::from(rows)).map(one));
-    Ok(())
-}
-
-/// True when the driver takes all rows in one call.
-fn fits(shape: &Shape, longest: u64) -> bool {
-    [shape.host_pitch, shape.device_pitch].iter().all(|pitch| (shape.row..=longest).contains(pitch))
 }
 
 /// Fills `len` bytes with the eight of `pattern`. The driver repeats one byte, or one word of four at a multiple of
@@ -153,51 +151,53 @@ fn fill(at: DeviceAddr, len: u64, pattern: u64, steps: &mut Vec<Step>) {
     let bytes = pattern.to_le_bytes();
     let word = |half: usize| u32::from_le_bytes([bytes[half], bytes[half + 1], bytes[half + 2], bytes[half + 3]]);
     if bytes.iter().all(|b| *b == bytes[0]) {
-        steps.push(Step::Bytes { at, value: bytes[0], len });
+        steps.push(Step::Bytes { at, value: bytes[0], rows: Rows::one(len) });
         return;
     }
     let aligned = at.bits().is_multiple_of(4);
     let whole = len / 4 * 4;
     if aligned && word(0) == word(4) && whole > 0 {
-        steps.push(Step::Words { at, value: word(0), count: whole / 4 });
+        steps.push(Step::Words { at, value: word(0), rows: Rows::one(whole) });
     } else if aligned {
         for half in [0, 4] {
-            let rows = (whole / 4).saturating_sub(half as u64 / 4).div_ceil(2);
-            if rows > 0 {
-                steps.push(Step::WordRows { at: plus(at, half as u64), value: word(half), rows, pitch: 8 });
+            let count = (whole / 4).saturating_sub(half as u64 / 4).div_ceil(2);
+            if count > 0 {
+                let rows = Rows { row: 4, count, pitches: (8, 8) };
+                steps.push(Step::Words { at: plus(at, half as u64), value: word(half), rows });
             }
         }
     } else {
         for (column, value) in (0u64..).zip(bytes) {
-            let rows = len.saturating_sub(column).div_ceil(8);
-            if rows > 0 {
-                steps.push(Step::ByteRows { at: plus(at, column), value, row: 1, rows, pitch: 8 });
+            let count = len.saturating_sub(column).div_ceil(8);
+            if count > 0 {
+                let rows = Rows { row: 1, count, pitches: (8, 8) };
+                steps.push(Step::Bytes { at: plus(at, column), value, rows });
             }
         }
         return;
     }
     for i in whole..len {
-        steps.push(Step::Bytes { at: plus(at, i), value: bytes[(i % 8) as usize], len: 1 });
+        steps.push(Step::Bytes { at: plus(at, i), value: bytes[(i % 8) as usize], rows: Rows::one(1) });
     }
 }
 
 fn fill_rows(at: DeviceAddr, pattern: u64, shape: &Shape, longest: u64, steps: &mut Vec<Step>) -> Result<(), Refusal> {
     let Shape { row, rows, device_pitch: pitch, .. } = *shape;
-    let rows = u64::from(rows);
+    let (count, pitches) = (u64::from(rows), (pitch, pitch));
     let same = pattern.to_le_bytes().windows(2).all(|pair| pair[0] == pair[1]);
     if !(row..=longest).contains(&pitch) {
         few(shape, 13)?; // what `fill` needs at most
-        (0..rows).for_each(|r| fill(plus(at, r * pitch), row, pattern, steps));
+        (0..count).for_each(|r| fill(plus(at, r * pitch), row, pattern, steps));
     } else if same {
-        steps.push(Step::ByteRows { at, value: pattern as u8, row, rows, pitch });
+        steps.push(Step::Bytes { at, value: pattern as u8, rows: Rows { row, count, pitches } });
     } else {
         // The first row, then as many rows again as there are.
         fill(at, row, pattern, steps);
         let mut done = 1;
-        while done < rows {
-            let more = done.min(rows - done);
-            let to = plus(at, done * pitch);
-            steps.push(Step::RowsWithin { from: at, to, row, rows: more, pitches: (pitch, pitch) });
+        while done < count {
+            let more = done.min(count - done);
+            let rows = Rows { row, count: more, pitches };
+            steps.push(Step::Within { from: at, to: plus(at, done * pitch), rows });
             done += more;
         }
     }
@@ -214,7 +214,7 @@ fn scatter(gather: &GatherList, hosts: &[HostSlice], steps: &mut Vec<Step>) {
             let n = (host.slice.len() as u64 - offset).min(len - done);
             if n > 0 {
                 let at = plus(*at, done);
-                steps.push(Step::Copy { direction: gather.direction, host: index, offset, at, len: n });
+                steps.push(Step::Copy { direction: gather.direction, host: index, offset, at, rows: Rows::one(n) });
             }
             (done, offset) = (done + n, offset + n);
             if offset == host.slice.len() as u64 {

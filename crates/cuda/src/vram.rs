@@ -17,8 +17,6 @@ pub(crate) struct Vram {
     pub(crate) page: Option<u64>,
     /// Whether it can be lent to other processes.
     pub(crate) lendable: Arc<AtomicBool>,
-    /// Allocations that were not freed.
-    pub(crate) live: Vec<Span<CardAddr>>,
     /// Those that could not be freed, because work of the context had not ended or could not be waited for.
     pub(crate) stuck: Vec<Span<CardAddr>>,
 }
@@ -34,24 +32,14 @@ impl MemoryDriver for Vram {
             }
             _ => Box::<dyn Error + Send + Sync>::from(e),
         })?;
-        self.live.push(range);
         Ok(())
     }
 
     fn free(&mut self, range: Span<CardAddr>) {
-        self.live.retain(|live| *live != range);
         // Memory that a stream may still use is not freed; that is tried again before the next allocation, and when the
         // device is closed.
         if self.window.unmap(range.first().bits(), range.len()).is_err() {
             self.stuck.push(range);
-        }
-    }
-}
-
-impl Drop for Vram {
-    fn drop(&mut self) {
-        for range in std::mem::take(&mut self.live) {
-            self.free(range);
         }
     }
 }

@@ -132,7 +132,8 @@ pub trait MemoryDriver: Send {
     /// When the driver has none; nothing is allocated.
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>>;
 
-    /// Frees a range as it was allocated. Nothing is bound to it, and no operation on it is in flight.
+    /// Frees a range as it was allocated, at the latest when the memory is dropped. Nothing is bound to it, and no
+    /// operation on it is in flight.
     fn free(&mut self, range: Span<CardAddr>);
 }
 
@@ -185,10 +186,22 @@ impl Drop for Granted {
     }
 }
 
+/// The ranges that a driver allocated; freed when dropped.
+struct Driven {
+    by: Box<dyn MemoryDriver>,
+    ranges: Vec<Span<CardAddr>>,
+}
+
+impl Drop for Driven {
+    fn drop(&mut self) {
+        self.ranges.drain(..).for_each(|range| self.by.free(range));
+    }
+}
+
 /// The free memory of a device.
 pub struct DeviceMemory {
     areas: Vec<(Region, RangeAllocator<CardAddr>)>,
-    driver: Option<Box<dyn MemoryDriver>>,
+    driver: Option<Driven>,
     granted: Option<Granted>,
     /// Buffers are one range: there is no MMU that could show several as one.
     contiguous: bool,
@@ -218,7 +231,7 @@ impl DeviceMemory {
     /// The same, for a device whose driver allocates memory.
     #[must_use]
     pub fn driven_by(self, driver: impl MemoryDriver + 'static) -> Self {
-        Self { driver: Some(Box::new(driver)), ..self }
+        Self { driver: Some(Driven { by: Box::new(driver), ranges: Vec::new() }), ..self }
     }
 
     /// The same, for a device without an MMU: instead of being striped over the regions of a group, a buffer is one
@@ -400,21 +413,20 @@ impl DeviceMemory {
         ranges: impl IntoIterator<Item = Span<CardAddr>>,
         placement: &Placement,
     ) -> Result<(), MemoryError> {
-        let Some(driver) = &mut self.driver else { return Ok(()) };
-        let (mut done, mut failed) = (Vec::new(), None);
-        let mut taken = Vec::new();
+        let Some(Driven { by, ranges: done }) = &mut self.driver else { return Ok(()) };
+        let (before, mut failed, mut taken) = (done.len(), None, Vec::new());
         for range in ranges {
             taken.push(Segment { addr: range.first(), len: range.len() });
             match &failed {
                 Some(_) => {}
-                None => match driver.allocate(range) {
+                None => match by.allocate(range) {
                     Ok(()) => done.push(range),
                     Err(source) => failed = Some((range.len(), source)),
                 },
             }
         }
         let Some((len, source)) = failed else { return Ok(()) };
-        done.into_iter().for_each(|range| driver.free(range));
+        done.drain(before..).for_each(|range| by.free(range));
         self.give_back(taken)?;
         Err(MemoryError::Driver { len, placement: placement.clone(), source })
     }
@@ -445,8 +457,12 @@ impl DeviceMemory {
     pub fn free(&mut self, segments: impl IntoIterator<Item = Segment<CardAddr>>) -> Result<(), MemoryError> {
         let segments: Vec<_> = segments.into_iter().collect();
         self.give_back(segments.iter().copied())?;
-        if let Some(driver) = &mut self.driver {
-            segments.iter().filter_map(|s| Span::new(s.addr, s.len)).for_each(|range| driver.free(range));
+        if let Some(Driven { by, ranges }) = &mut self.driver {
+            for s in segments {
+                if let Some(at) = ranges.iter().position(|range| (range.first(), range.len()) == (s.addr, s.len)) {
+                    by.free(ranges.swap_remove(at));
+                }
+            }
         }
         self.trim();
         Ok(())
@@ -681,6 +697,10 @@ mod tests {
         m.free(ddr.segments()).unwrap();
         live(0);
         assert_eq!(m.free_bytes(), free);
+        m.reserve(2 * MIB).unwrap();
+        live(2 * MIB);
+        drop(m);
+        live(0);
     }
 
     /// Grants blocks of 8 MiB from the lowest or the highest address on, and lists them.

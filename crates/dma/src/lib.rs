@@ -15,7 +15,6 @@ mod account;
 mod buf;
 mod device;
 mod error;
-mod footprint;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod heap;
@@ -40,7 +39,6 @@ pub use account::HeapStats;
 pub use buf::{CpuBuf, SharedBuf};
 pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::{Error, error_chain};
-pub use footprint::{Footprint, footprint};
 pub use heap::{
     Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapCapabilities, MemfdHeap, Needs, PageHeap, Picked, Pool, PoolStats,
     Reserved, export_dma_buf, export_dma_buf_range, pick,

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use crate::account::Account;
-use crate::sys::Region;
+use crate::sys::{DriverMemory, Region};
 use crate::{Error, PageBacking, VolatileSlice, lock};
 
 /// The memory of a buffer that devices may reach.
@@ -99,6 +99,11 @@ impl BufferRef {
     /// The virtual address of the memory in this process, for kernel interfaces that pin by address.
     pub fn address(&self) -> usize {
         self.as_volatile_slice().as_ptr().addr()
+    }
+
+    /// The memory of a [`DriverHeap`](crate::DriverHeap) that this is, or lies in.
+    pub fn driver<M: DriverMemory>(&self) -> Option<&M> {
+        self.0.region.driver()?.downcast_ref()
     }
 
     /// True for memory that can only be read ([`SharedBuf::import_read_only`](crate::SharedBuf::import_read_only)).

@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::memory::Memory;
-use crate::{BufferRef, Error, VolatileSlice};
+use crate::{BufferRef, DriverMemory, Error, VolatileSlice};
 
 /// An owned slice of a [`SharedBuf`](crate::SharedBuf), disjoint from every other slice but its
 /// [duplicates](BufferSlice::duplicate).
@@ -49,6 +49,11 @@ impl BufferSlice {
     /// True for a slice of the whole buffer.
     pub(crate) fn is_whole(&self) -> bool {
         self.offset == 0 && self.len == self.memory.region.len()
+    }
+
+    /// As [`BufferRef::driver`].
+    pub fn driver<M: DriverMemory>(&self) -> Option<&M> {
+        self.memory.region.driver()?.downcast_ref()
     }
 
     /// Offset of the slice in its buffer, in bytes.

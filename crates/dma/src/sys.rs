@@ -10,6 +10,7 @@
 //! home.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -18,7 +19,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
-use rustix::mm::{self, Advice, MapFlags, ProtFlags};
+use rustix::io::Errno;
+use rustix::ioctl::{Opcode, Setter, Updater, ioctl, opcode};
+use rustix::mm::{self, Advice, MapFlags, ProtFlags, UserfaultfdFlags};
 
 use crate::{Error, PageBacking, PageKind, VolatileSlice};
 
@@ -50,7 +53,7 @@ pub(crate) struct Region {
     /// The mapping that contains this fragment: unmapped with its last fragment, and accessed only through fragments.
     slab: Option<Arc<Region>>,
     /// The owner of memory that is a driver's or a guest's: it has the memory back instead of an unmap.
-    driver: Option<Box<dyn Send + Sync>>,
+    driver: Option<Box<dyn Any + Send + Sync>>,
 }
 
 /// Memory that a driver has allocated and mapped into this process, for as long as the value exists.
@@ -60,7 +63,7 @@ pub(crate) struct Region {
 /// dropped; the span begins at a page, is a multiple of 4 KiB long, and is always the same. Nobody accesses it but who
 /// has the buffer that is made of it, and devices through registrations of that.
 // SAFETY: implementations promise what is said above.
-pub unsafe trait DriverMemory: Send + Sync {
+pub unsafe trait DriverMemory: Any + Send + Sync {
     /// The first byte, and how many there are.
     fn span(&self) -> (NonNull<u8>, NonZeroUsize);
 }
@@ -113,7 +116,9 @@ impl RawMemory {
             return Err(Error::NotPages { at, len, page: page() });
         }
         // Exported from the start: no slice is ever made of it.
-        Ok(Self(Region::of_owner(ptr, len, Box::new(owner), true)))
+        let region = Region::owned(ptr, len, owner);
+        region.exported.store(true, Ordering::Relaxed);
+        Ok(Self(region))
     }
 }
 
@@ -125,6 +130,22 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
+    /// Memory without a file or an owner, in ordinary pages.
+    fn bare(ptr: NonNull<u8>, len: usize) -> Self {
+        Self {
+            ptr,
+            len,
+            page: page(),
+            fd: None,
+            exported: AtomicBool::new(false),
+            read_only: false,
+            writing: Mutex::new(()),
+            home: None,
+            slab: None,
+            driver: None,
+        }
+    }
+
     /// A mapping that was just made, with the file behind it. Core files are without it: it holds data of users and of
     /// other processes.
     ///
@@ -133,10 +154,8 @@ impl Region {
     /// there is one. Who else can write to its pages than the holders of this region and of what it exports is a reason
     /// to set `exported` at once.
     unsafe fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
-        let ptr = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
-        let (exported, writing) = (AtomicBool::new(false), Mutex::new(()));
-        let (home, slab, driver, read_only) = (None, None, None, false);
-        let region = Self { ptr, len, page: page(), fd, exported, read_only, writing, home, slab, driver };
+        let mut region = Self::bare(NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?, len);
+        region.fd = fd;
         // A kernel that refuses only dumps more.
         let _ = region.advise(0, len, Advice::LinuxDontDump);
         Ok(region)
@@ -345,20 +364,21 @@ impl Region {
     }
 
     /// Takes memory of a driver.
-    pub(crate) fn of_driver(memory: Box<dyn DriverMemory>) -> Self {
+    pub(crate) fn of_driver(memory: impl DriverMemory) -> Self {
         let (ptr, len) = memory.span();
-        Self::of_owner(ptr, len.get(), Box::new(memory), false)
+        Self::owned(ptr, len.get(), memory)
     }
 
-    fn of_owner(ptr: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>, exported: bool) -> Self {
-        let (exported, driver, writing) = (AtomicBool::new(exported), Some(owner), Mutex::new(()));
-        let (home, slab, read_only) = (None, None, false);
-        Self { ptr, len, page: page(), fd: None, exported, read_only, writing, home, slab, driver }
+    fn owned(ptr: NonNull<u8>, len: usize, owner: impl Any + Send + Sync) -> Self {
+        let mut region = Self::bare(ptr, len);
+        region.driver = Some(Box::new(owner));
+        region
     }
 
-    /// True for memory, or a fragment of it, that somebody else has mapped: the kernel takes no advice about it.
-    fn is_drivers(&self) -> bool {
-        self.driver.is_some() || self.slab.as_ref().is_some_and(|slab| slab.driver.is_some())
+    /// The owner of memory that somebody else has mapped, or of which this is a fragment: the kernel takes no advice
+    /// about it.
+    pub(crate) fn driver(&self) -> Option<&(dyn Any + Send + Sync)> {
+        self.slab.as_ref().map_or(self.driver.as_deref(), |slab| slab.driver())
     }
 
     /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot
@@ -408,18 +428,12 @@ impl Region {
         }
         let (start, whole, page) = (self.ptr, self.len, self.page);
         let slab = Arc::new(self);
-        let fragment = |at: usize| Self {
+        let fragment = |at: usize| {
             // Within the mapping: `at` is less than its length, so the address is no more null than its start.
-            ptr: NonNull::new(start.as_ptr().wrapping_add(at)).unwrap_or(start),
-            len: len.min(whole - at),
-            page,
-            fd: None,
-            exported: AtomicBool::new(false),
-            read_only: false,
-            writing: Mutex::new(()),
-            home: None,
-            slab: Some(slab.clone()),
-            driver: None,
+            let at_address = NonNull::new(start.as_ptr().wrapping_add(at)).unwrap_or(start);
+            let mut fragment = Self::bare(at_address, len.min(whole - at));
+            (fragment.page, fragment.slab) = (page, Some(slab.clone()));
+            fragment
         };
         Ok((0..whole).step_by(len).map(fragment).collect())
     }
@@ -436,7 +450,7 @@ impl Region {
     /// Faults in the pages of a range, so that a later access cannot fail for lack of memory.
     pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len).ok_or(io::ErrorKind::InvalidInput)?;
-        if self.is_drivers() {
+        if self.driver().is_some() {
             return Ok(());
         }
         let start = offset & !(page() - 1);
@@ -477,7 +491,7 @@ impl Region {
             mm::madvise(file.ptr.as_ptr().wrapping_add(first).cast(), skip - first + len, Advice::LinuxPopulateRead)
         };
         // Kernels before 5.14 do not know the advice, which only saves faults.
-        ready.or_else(|e| if e == rustix::io::Errno::INVAL { Ok(()) } else { Err(e) })?;
+        ready.or_else(|e| if e == Errno::INVAL { Ok(()) } else { Err(e) })?;
         // SAFETY: `len` bytes from `skip` on lie in the mapping (checked above), which lives through the call.
         unsafe { self.write_absent(offset, len, file.ptr.as_ptr().wrapping_add(skip)) }?;
         // Behind the end of a file, the mapping of its last page reads as zero.
@@ -498,22 +512,15 @@ impl Region {
         if !within(offset, len, self.len) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let mut done = 0;
-        while done < len {
+        let end =
+            at.checked_add(len as u64).and_then(|end| i64::try_from(end).ok()).ok_or(io::ErrorKind::InvalidInput)?;
+        transfer(0, len, |done| {
             let to = self.ptr.as_ptr().wrapping_add(offset + done);
-            let at = i64::try_from(at + done as u64).map_err(|_| io::ErrorKind::InvalidInput)?;
+            let left = len - done;
             // SAFETY: the range lies in this region (checked above), and no reference into it is in use: only
             // `Exclusive` makes them, which owns its region, and this one is borrowed.
-            match usize::try_from(unsafe { libc::pread64(file.as_raw_fd(), to.cast(), len - done, at) }) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(n) => done += n,
-                Err(_) => match io::Error::last_os_error() {
-                    e if e.kind() == io::ErrorKind::Interrupted => {}
-                    e => return Err(e),
-                },
-            }
-        }
-        Ok(())
+            unsafe { libc::pread64(file.as_raw_fd(), to.cast(), left, end - left as i64) }
+        })
     }
 
     /// Fills a range, none of whose pages is present, with the bytes of a view of the same length: see
@@ -544,30 +551,23 @@ impl Region {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         // SAFETY: whole pages of this region (checked above), and as many bytes as the caller promises.
-        let mut done = unsafe { self.copy_absent(offset, len - len % page(), from) };
+        let done = unsafe { self.copy_absent(offset, len - len % page(), from) };
         let _alone = match self.writing.try_lock() {
             // The rest of a chunk is written soon, unless a page in its middle was there already.
             alone if done == 0 && len >= page() => Some(alone.map_err(|_| io::ErrorKind::WouldBlock)?),
             _ => None,
         };
-        while done < len {
+        let written = transfer(done, len, |done| {
             let rest = from.wrapping_add(done);
             // SAFETY: the kernel reads bytes that the caller vouches for; bytes that cannot be had are an error of the
             // call. It writes to the file of a region that begins with the file (others have no descriptor), so at the
             // range's own offset; sealing keeps the file as long as it is.
-            let n =
-                unsafe { libc::pwrite64(fd.as_raw_fd(), rest.cast(), len - done, (offset + done) as libc::off64_t) };
-            match usize::try_from(n) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(n) => done += n,
-                Err(_) => match io::Error::last_os_error() {
-                    e if e.kind() == io::ErrorKind::Interrupted => {}
-                    e if e.raw_os_error() == Some(libc::EINVAL) => return Err(io::ErrorKind::Unsupported.into()),
-                    e => return Err(e),
-                },
-            }
-        }
-        Ok(())
+            unsafe { libc::pwrite64(fd.as_raw_fd(), rest.cast(), len - done, (offset + done) as libc::off64_t) }
+        });
+        written.map_err(|e| match e.raw_os_error() {
+            Some(libc::EINVAL) => io::ErrorKind::Unsupported.into(),
+            _ => e,
+        })
     }
 
     /// Makes whole pages with the contents at `from` as far as the kernel does it, and returns the number of bytes.
@@ -579,39 +579,36 @@ impl Region {
     /// # Safety
     /// As [`Region::write_absent`]; the range is within this region, and its offset and length are whole pages.
     unsafe fn copy_absent(&self, offset: usize, len: usize, from: *const u8) -> usize {
-        const USER_MODE_ONLY: libc::c_int = 1;
         // Of linux/userfaultfd.h; the structures are words.
+        const USER_MODE_ONLY: u32 = 1;
         const VERSION: u64 = 0xaa;
-        const API: u32 = request(3, size_of::<[u64; 3]>(), 0xaa, 0x3f);
-        const REGISTER: u32 = request(3, size_of::<[u64; 4]>(), 0xaa, 0);
-        const UNREGISTER: u32 = request(2, size_of::<[u64; 2]>(), 0xaa, 1);
-        const COPY: u32 = request(3, size_of::<[u64; 5]>(), 0xaa, 3);
+        const API: Opcode = opcode::read_write::<[u64; 3]>(0xaa, 0x3f);
+        const REGISTER: Opcode = opcode::read_write::<[u64; 4]>(0xaa, 0);
+        const UNREGISTER: Opcode = opcode::read::<[u64; 2]>(0xaa, 1);
+        const COPY: Opcode = opcode::read_write::<[u64; 5]>(0xaa, 3);
         const MISSING: u64 = 1;
         const WAKE_NOBODY: u64 = 1;
         static REFUSED: AtomicBool = AtomicBool::new(false);
         if len == 0 || REFUSED.load(Ordering::Relaxed) {
             return 0;
         }
-        // SAFETY: the call takes no pointer, and the descriptor that it returns is nobody else's.
-        let faults = match unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | USER_MODE_ONLY) } {
-            fd if fd < 0 => {
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY);
+        // SAFETY: the descriptor is used in this function alone, as is said below.
+        let faults = match unsafe { mm::userfaultfd(flags) } {
+            Ok(faults) => faults,
+            Err(why) => {
                 // No such call or flag (before Linux 5.11), or not for this process: that does not change.
-                let why = io::Error::last_os_error().raw_os_error();
-                REFUSED.store(matches!(why, Some(libc::ENOSYS | libc::EINVAL | libc::EPERM)), Ordering::Relaxed);
+                REFUSED.store(matches!(why, Errno::NOSYS | Errno::INVAL | Errno::PERM), Ordering::Relaxed);
                 return 0;
             }
-            // SAFETY: as above; descriptors are small numbers.
-            fd => unsafe { OwnedFd::from_raw_fd(fd as i32) },
-        };
-        let ask = |request: u32, words: *mut u64| {
-            // SAFETY: each request is passed as many words as its number says, which live through the call. They name
-            // whole pages of this region (checked by the caller), which the caller's `Absent` owns, so that nothing
-            // refers to them, and the bytes at `from`, for which the caller vouches.
-            unsafe { libc::ioctl(faults.as_raw_fd(), request as libc::Ioctl, words) }
         };
         let to = self.ptr.as_ptr().wrapping_add(offset).addr() as u64;
-        let (mut api, mut register) = ([VERSION, 0, 0], [to, len as u64, MISSING, 0]);
-        if ask(API, api.as_mut_ptr()) < 0 || ask(REGISTER, register.as_mut_ptr()) < 0 {
+        let mut register = [to, len as u64, MISSING, 0];
+        // SAFETY: as many words as the number of the request says, which name no memory.
+        let begun = unsafe { ioctl(&faults, Updater::<API, _>::new(&mut [VERSION, 0, 0])) };
+        // SAFETY: as many words again. They name whole pages of this region (checked by the caller), which the caller's
+        // `Absent` owns, so that nothing refers to them.
+        if begun.and_then(|()| unsafe { ioctl(&faults, Updater::<REGISTER, _>::new(&mut register)) }).is_err() {
             return 0;
         }
         let from = from.expose_provenance() as u64;
@@ -619,7 +616,8 @@ impl Region {
         while done < len {
             // The last word: how many bytes were copied, or a negative error number.
             let mut copy = [to + done as u64, from + done as u64, (len - done) as u64, WAKE_NOBODY, 0];
-            let all = ask(COPY, copy.as_mut_ptr()) >= 0;
+            // SAFETY: as above; and the bytes at `from`, for which the caller vouches.
+            let all = unsafe { ioctl(&faults, Updater::<COPY, _>::new(&mut copy)) }.is_ok();
             match copy[4].cast_signed() {
                 n if n > 0 => done += n as usize,
                 _ if all => break,
@@ -628,7 +626,8 @@ impl Region {
                 _ => break,
             }
         }
-        ask(UNREGISTER, register.as_mut_ptr());
+        // SAFETY: as above; the request takes the first two words.
+        let _ = unsafe { ioctl(&faults, Updater::<UNREGISTER, _>::new(&mut register)) };
         done
     }
 
@@ -738,21 +737,12 @@ impl Drop for Region {
     fn drop(&mut self) {
         if let Some(home) = self.home.take_if(|_| !*self.exported.get_mut()) {
             // The mapping moves on, and this value does not unmap it.
-            let (fd, slab, driver) = (self.fd.take(), self.slab.take(), self.driver.take());
-            return home.welcome(Region {
-                ptr: self.ptr,
-                len: self.len,
-                page: self.page,
-                fd,
-                exported: AtomicBool::new(false),
-                read_only: false,
-                writing: Mutex::new(()),
-                home: None,
-                slab,
-                driver,
-            });
+            let mut moved = Region::bare(self.ptr, self.len);
+            (moved.page, moved.fd) = (self.page, self.fd.take());
+            (moved.slab, moved.driver) = (self.slab.take(), self.driver.take());
+            return home.welcome(moved);
         }
-        if self.is_drivers() {
+        if self.driver().is_some() {
             // Every view borrows the region, and every fragment holds a reference to it, so none is left.
             return drop(self.driver.take());
         }
@@ -836,45 +826,50 @@ fn sealed_memfd(name: &str, flags: MemfdFlags, len: u64) -> io::Result<OwnedFd> 
     Ok(fd)
 }
 
+/// Calls `step`, a system call that transfers bytes, with how many are done, until it is `len`.
+fn transfer(mut done: usize, len: usize, step: impl Fn(usize) -> isize) -> io::Result<()> {
+    while done < len {
+        match usize::try_from(step(done)) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(_) => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
+    Ok(())
+}
+
 /// True for `len` bytes from `start` on that lie within `all` bytes.
 fn within(start: usize, len: usize, all: usize) -> bool {
     start.checked_add(len).is_some_and(|end| end <= all)
 }
 
-/// The number of a request: direction, size, type, number (asm-generic/ioctl.h).
-const fn request(direction: u32, size: usize, kind: u8, number: u8) -> u32 {
-    direction << 30 | (size as u32) << 16 | (kind as u32) << 8 | number as u32
-}
-
 fn allocate_dma_buf(heap: BorrowedFd<'_>, len: usize) -> io::Result<OwnedFd> {
-    const ALLOCATE: u32 = request(3, size_of::<DmaHeapAllocation>(), b'H', 0);
+    const ALLOCATE: Opcode = opcode::read_write::<DmaHeapAllocation>(b'H', 0);
     let flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
     let mut allocation = DmaHeapAllocation { len: len as u64, fd: 0, fd_flags: flags, heap_flags: 0 };
     // SAFETY: the request number carries the size of the structure, which is what the kernel reads and writes. Another
     // kind of file refuses it.
-    let done = unsafe { libc::ioctl(heap.as_raw_fd(), ALLOCATE as libc::Ioctl, &raw mut allocation) };
-    if done < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    unsafe { ioctl(heap, Updater::<ALLOCATE, _>::new(&mut allocation)) }?;
     // SAFETY: the kernel has just opened this descriptor for this call, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(allocation.fd as i32) })
 }
 
 /// `DMA_BUF_IOCTL_SYNC` of linux/dma-buf.h.
 fn sync_dma_buf(dma_buf: BorrowedFd<'_>, begin: bool, writes: bool) -> io::Result<()> {
-    const SYNC: u32 = request(1, size_of::<u64>(), b'b', 0);
+    const SYNC: Opcode = opcode::write::<u64>(b'b', 0);
     const READ: u64 = 1;
     const WRITE: u64 = 2;
     const END: u64 = 4;
     let flags = READ | if writes { WRITE } else { 0 } | if begin { 0 } else { END };
     loop {
         // SAFETY: the kernel reads one word, which lives through the call. Another kind of file refuses the request.
-        let done = unsafe { libc::ioctl(dma_buf.as_raw_fd(), SYNC as libc::Ioctl, &raw const flags) };
-        match io::Error::last_os_error() {
-            _ if done >= 0 => return Ok(()),
+        match unsafe { ioctl(dma_buf, Setter::<SYNC, u64>::new(flags)) } {
             // The exporter was interrupted while it waited for a device.
-            e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
-            e => return Err(e),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            done => return Ok(done?),
         }
     }
 }
@@ -886,7 +881,7 @@ pub(crate) fn udmabuf_create(
     offset: u64,
     size: u64,
 ) -> io::Result<OwnedFd> {
-    const CREATE: u32 = request(1, size_of::<UdmabufCreate>(), b'u', 0x42);
+    const CREATE: Opcode = opcode::write::<UdmabufCreate>(b'u', 0x42);
     const CLOEXEC: u32 = 1;
     let create = UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: CLOEXEC, offset, size };
     // SAFETY: as above; the kernel only reads the structure.

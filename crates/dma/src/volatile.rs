@@ -117,26 +117,21 @@ impl<'a> VolatileSlice<'a> {
 
     /// Sets every byte.
     pub fn fill(&self, byte: u8) {
-        let block = [byte; 4096];
-        let mut at = 0;
-        while at < self.len {
-            let n = block.len().min(self.len - at);
-            // SAFETY: `at + n <= self.len` by the line above.
-            unsafe { processor::copy(self.ptr.as_ptr().add(at), block.as_ptr(), n, CopyHint::Keep) };
-            at += n;
-        }
+        self.fill_pattern(u64::from_ne_bytes([byte; 8]), CopyHint::Keep);
+    }
+
+    /// The range in pieces of so many bytes, the last one perhaps shorter.
+    fn pieces(&self, bytes: usize) -> impl Iterator<Item = VolatileSlice<'a>> {
+        (0..self.len).step_by(bytes).map_while(move |at| self.sub(at, bytes.min(self.len - at)))
     }
 
     /// Hands the bytes to `f` in blocks, through a small buffer that stays in the cache.
     pub fn for_each_block(&self, mut f: impl FnMut(&[u8])) {
         let mut block = [0u8; 16384];
-        let mut at = 0;
-        while at < self.len {
-            let n = block.len().min(self.len - at);
-            // SAFETY: `at + n <= self.len` and `n <= block.len()` by the line above.
-            unsafe { processor::copy(block.as_mut_ptr(), self.ptr.as_ptr().add(at), n, CopyHint::Keep) };
-            f(&block[..n]);
-            at += n;
+        for piece in self.pieces(block.len()) {
+            let bytes = &mut block[..piece.len];
+            piece.read(bytes);
+            f(bytes);
         }
     }
 
@@ -144,32 +139,23 @@ impl<'a> VolatileSlice<'a> {
     /// Bytes that change meanwhile may count as either.
     pub fn first_difference(&self, other: VolatileSlice<'_>) -> Option<usize> {
         let (mut mine, mut theirs) = ([0u8; 4096], [0u8; 4096]);
-        let len = self.len.min(other.len);
-        let mut at = 0;
-        while at < len {
-            let n = mine.len().min(len - at);
-            self.sub(at, n)?.read(&mut mine[..n]);
-            other.sub(at, n)?.read(&mut theirs[..n]);
-            if mine[..n] != theirs[..n] {
-                return mine.iter().zip(&theirs).position(|(a, b)| a != b).map(|i| at + i);
+        let (len, block) = (self.len.min(other.len), mine.len());
+        for (i, (a, b)) in self.sub(0, len)?.pieces(block).zip(other.sub(0, len)?.pieces(block)).enumerate() {
+            a.read(&mut mine[..a.len]);
+            b.read(&mut theirs[..b.len]);
+            if mine[..a.len] != theirs[..a.len] {
+                return mine.iter().zip(&theirs).position(|(a, b)| a != b).map(|at| i * block + at);
             }
-            at += n;
         }
         None
     }
 
     /// Fills the range with the repeated little-endian bytes of `pattern`. [`CopyHint::Stream`] bypasses the cache.
     pub fn fill_pattern(&self, pattern: u64, hint: CopyHint) {
-        let mut block = [0u8; 8192];
-        for eight in block.as_chunks_mut::<8>().0 {
-            *eight = pattern.to_le_bytes();
-        }
-        let mut at = 0;
-        while at < self.len {
-            let n = block.len().min(self.len - at);
-            // SAFETY: `at + n <= self.len` and `n <= block.len()` by the line above.
-            unsafe { processor::copy(self.ptr.as_ptr().add(at), block.as_ptr(), n, hint) };
-            at += n;
+        let block = [pattern.to_le_bytes(); 1024];
+        for piece in self.pieces(size_of_val(&block)) {
+            // SAFETY: the piece is mapped (contract of `from_raw`), and no longer than the block.
+            unsafe { processor::copy(piece.ptr.as_ptr(), block.as_ptr().cast(), piece.len, hint) };
         }
     }
 

@@ -1,7 +1,8 @@
 //! Meaning of the bits of one page-table entry.
 
-use core::fmt::{self, Debug};
-use core::ops::Deref;
+use core::array::IntoIter;
+use core::fmt::Debug;
+use core::iter::Take;
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
@@ -21,37 +22,18 @@ impl Register {
     pub(crate) const fn new(name: &'static str, value: u64) -> Self {
         Self { name, value }
     }
-}
 
-/// The registers of a format: a slice of at most three.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Registers {
-    all: [Register; 3],
-    count: usize,
-}
-
-impl<const N: usize> From<[Register; N]> for Registers {
-    fn from(some: [Register; N]) -> Self {
+    /// Those of a format, in this order.
+    pub fn list<const N: usize>(some: [Self; N]) -> Registers {
         const { assert!(N <= 3) }
-        let mut all = [Register::new("", 0); 3];
+        let mut all = [Self::new("", 0); 3];
         all[..N].copy_from_slice(&some);
-        Self { all, count: N }
+        all.into_iter().take(N)
     }
 }
 
-impl Deref for Registers {
-    type Target = [Register];
-
-    fn deref(&self) -> &[Register] {
-        &self.all[..self.count]
-    }
-}
-
-impl Debug for Registers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        (**self).fmt(f)
-    }
-}
+/// The registers of a format: three at most.
+pub type Registers = Take<IntoIter<Register, 3>>;
 
 /// A decoded entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

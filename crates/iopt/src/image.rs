@@ -45,7 +45,7 @@ impl TableImage {
     /// # Errors
     /// [`Error::TableAddress`] where `base` is no place for a root, and [`Error::NoTables`] where there is no room.
     pub fn new(format: FormatId, base: PhysAddr, limit: u64) -> Result<Self, Error> {
-        let TableShape { root, last, .. } = format.table_shape();
+        let TableShape { root, last, .. } = format.facts().shape;
         let limit = limit.min((last + 1).saturating_sub(base.bits()));
         if base.bits() > last || limit >= root.bytes() && !base.is_aligned(root) {
             return Err(Error::TableAddress { at: NamedAddr::of(base) });
@@ -68,7 +68,7 @@ impl TableImage {
         let before = self.mapped.range(..=at).next_back().filter(|(_, end)| **end > at);
         let taken = before.map(|_| at).or_else(|| self.mapped.range(at..end).next().map(|(start, _)| *start));
         self.mapped.insert(at, end);
-        let sizes = self.format.page_sizes().bits();
+        let sizes = self.format.facts().page_sizes.bits();
         while at < end {
             let fits = (at | out).trailing_zeros().min((end - at).ilog2());
             let log2 = (sizes & u64::MAX >> (63 - fits)).ilog2();
@@ -104,7 +104,7 @@ impl TableImage {
     /// Adds the table of this key.
     fn add_table(&mut self, key: (u32, u64), at: u64) -> Result<usize, Error> {
         let above = self.table_for(at, key.0 - 1)?;
-        let table = self.allocate(self.format.table_shape().table, at)?;
+        let table = self.allocate(self.format.facts().shape.table, at)?;
         let next = self.base + table as u64;
         self.store(above, key.0 - 1, at, (self.entries.table)(key.0 - 1, next));
         self.tables.insert(key, table);
@@ -139,7 +139,7 @@ impl TableImage {
 
     /// The number of leaves of each page size, smallest size first.
     pub fn leaf_counts(&self) -> impl Iterator<Item = (PageSize, u64)> {
-        self.format.page_sizes().iter().map(|size| (size, self.leaves[size.log2() as usize]))
+        self.format.facts().page_sizes.iter().map(|size| (size, self.leaves[size.log2() as usize]))
     }
 
     /// Registers to program into a device so that it walks these tables ([`Format::registers`]).

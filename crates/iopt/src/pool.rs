@@ -338,66 +338,17 @@ impl<A: Address> Tables for &TablePool<'_, A> {
     }
 }
 
-/// The methods of [`Tables`] that access words, by a pool.
-macro_rules! words_of_pool {
-    (|$tables:ident| $pool:expr) => {
-        fn zero_but(&mut self, table: A, written: Range<usize>) {
-            let $tables = self;
-            let pool: &TablePool<'_, A> = $pool;
-            pool.zero_words_but(table, written);
+/// Methods of [`Tables`] that are those of the pool.
+macro_rules! from_pool {
+    ($pool:expr; $(
+        $(#[$attribute:meta])*
+        fn $name:ident(&$($me:ident)+ $(, $argument:ident: $type:ty)*) $(-> $result:ty)?;
+    )*) => {$(
+        $(#[$attribute])*
+        fn $name(&$($me)+ $(, $argument: $type)*) $(-> $result)? {
+            $pool.$name($($argument),*)
         }
-
-        #[inline]
-        fn base(&self) -> u64 {
-            let $tables = self;
-            $pool.base.bits()
-        }
-
-        #[inline(always)]
-        fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
-            let $tables = self;
-            $pool.load_words(if Self::SHARED { Ordering::Acquire } else { Ordering::Relaxed })
-        }
-
-        #[inline(always)]
-        fn store(&mut self, table: A, index: usize, entry: u64) {
-            let $tables = self;
-            let mut pool: &TablePool<'_, A> = $pool;
-            pool.store(table, index, entry);
-        }
-
-        fn clear_bits(&mut self, table: A, index: usize, bits: u64) -> u64 {
-            let $tables = self;
-            let mut pool: &TablePool<'_, A> = $pool;
-            pool.clear_bits(table, index, bits)
-        }
-
-        fn exchange(&mut self, table: A, index: usize, entry: u64) -> u64 {
-            let $tables = self;
-            let mut pool: &TablePool<'_, A> = $pool;
-            pool.exchange(table, index, entry)
-        }
-
-        #[inline]
-        fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
-            let $tables = self;
-            let mut pool: &TablePool<'_, A> = $pool;
-            pool.edit(table, range, each)
-        }
-
-        #[inline]
-        fn fill(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
-            let $tables = self;
-            let mut pool: &TablePool<'_, A> = $pool;
-            pool.fill(table, range, each)
-        }
-
-        fn is_zero(&self, table: A, range: Range<usize>) -> bool {
-            let $tables = self;
-            let pool: &TablePool<'_, A> = $pool;
-            pool.is_zero(table, range)
-        }
-    };
+    )*};
 }
 
 /// The same for one owner: nobody else changes the tables, so a page table remembers where it was from call to call. A
@@ -405,7 +356,32 @@ macro_rules! words_of_pool {
 impl<A: Address> Tables for &mut TablePool<'_, A> {
     type Addr = A;
 
-    words_of_pool!(|pool| &**pool);
+    from_pool! { &**self;
+        fn prepare(&mut self, shape: TableShape) -> bool;
+        fn allocate_root(&mut self) -> Option<A>;
+        fn free_root(&mut self, root: A);
+        fn allocate(&mut self) -> Option<A>;
+        fn allocate_unzeroed(&mut self) -> Option<A>;
+        fn free(&mut self, table: A);
+        fn reserve(&mut self, tables: usize) -> bool;
+        fn zero_but(&mut self, table: A, written: Range<usize>);
+        #[inline]
+        fn base(&self) -> u64;
+        #[inline(always)]
+        fn store(&mut self, table: A, index: usize, entry: u64);
+        fn clear_bits(&mut self, table: A, index: usize, bits: u64) -> u64;
+        fn exchange(&mut self, table: A, index: usize, entry: u64) -> u64;
+        #[inline]
+        fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize;
+        #[inline]
+        fn fill(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize;
+        fn is_zero(&self, table: A, range: Range<usize>) -> bool;
+    }
+
+    #[inline(always)]
+    fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
+        self.load_words(Ordering::Relaxed)
+    }
 
     /// # Panics
     /// When the address is not that of a table.
@@ -413,34 +389,6 @@ impl<A: Address> Tables for &mut TablePool<'_, A> {
     fn load(&self, table: A, index: usize) -> u64 {
         // Relaxed: nobody else writes tables. Behind an acquire load the compiler would read base and words again.
         self.words[self.position(table, index)].load(Ordering::Relaxed)
-    }
-
-    fn prepare(&mut self, shape: TableShape) -> bool {
-        (&**self).prepare(shape)
-    }
-
-    fn allocate_root(&mut self) -> Option<A> {
-        (&**self).allocate_root()
-    }
-
-    fn free_root(&mut self, root: A) {
-        (&**self).free_root(root);
-    }
-
-    fn allocate(&mut self) -> Option<A> {
-        (&**self).allocate()
-    }
-
-    fn allocate_unzeroed(&mut self) -> Option<A> {
-        self.take()
-    }
-
-    fn free(&mut self, table: A) {
-        (&**self).free(table);
-    }
-
-    fn reserve(&mut self, tables: usize) -> bool {
-        (&**self).reserve(tables)
     }
 }
 
@@ -498,16 +446,30 @@ impl<A: Address> Tables for LocalPool<'_, A> {
     type Addr = A;
     const SHARED: bool = true;
 
-    fn prepare(&mut self, shape: TableShape) -> bool {
-        self.pool.prepare(shape)
+    from_pool! { self.pool;
+        fn prepare(&mut self, shape: TableShape) -> bool;
+        fn allocate_root(&mut self) -> Option<A>;
+        fn free_root(&mut self, root: A);
+        #[inline]
+        fn load(&self, table: A, index: usize) -> u64;
+        fn install(&mut self, table: A, index: usize, entry: u64) -> Result<(), u64>;
+        fn zero_but(&mut self, table: A, written: Range<usize>);
+        #[inline]
+        fn base(&self) -> u64;
+        #[inline(always)]
+        fn store(&mut self, table: A, index: usize, entry: u64);
+        fn clear_bits(&mut self, table: A, index: usize, bits: u64) -> u64;
+        fn exchange(&mut self, table: A, index: usize, entry: u64) -> u64;
+        #[inline]
+        fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize;
+        #[inline]
+        fn fill(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize;
+        fn is_zero(&self, table: A, range: Range<usize>) -> bool;
     }
 
-    fn allocate_root(&mut self) -> Option<A> {
-        self.pool.allocate_root()
-    }
-
-    fn free_root(&mut self, root: A) {
-        self.pool.free_root(root);
+    #[inline(always)]
+    fn loader(&self) -> impl Fn(u64, usize) -> Option<u64> {
+        self.pool.load_words(Ordering::Acquire)
     }
 
     fn allocate(&mut self) -> Option<A> {
@@ -530,17 +492,6 @@ impl<A: Address> Tables for LocalPool<'_, A> {
         if self.tables.len() > self.keep.max(self.reserved) {
             self.shrink(self.reserved.max(self.keep / 2));
         }
-    }
-
-    words_of_pool!(|local| local.pool);
-
-    #[inline]
-    fn load(&self, table: A, index: usize) -> u64 {
-        self.pool.load(table, index)
-    }
-
-    fn install(&mut self, table: A, index: usize, entry: u64) -> Result<(), u64> {
-        self.pool.install(table, index, entry)
     }
 
     fn reserve(&mut self, tables: usize) -> bool {

@@ -96,8 +96,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// As [`new`](Self::new).
     pub fn standing_for(format: FormatId, tables: T) -> Result<Self, Error> {
         const { assert!(F::STANDS_IN, "not a stand-in") }
-        let (granule, sizes) = (u32::from(F::GRANULE.log2()), format.page_sizes());
-        let levels = (format.input_bits() - granule).div_ceil(F::INDEX_BITS).max(2);
+        let (granule, sizes) = (u32::from(F::GRANULE.log2()), format.facts().page_sizes);
+        let levels = (format.facts().input_bits - granule).div_ceil(F::INDEX_BITS).max(2);
         debug_assert!(levels <= F::LEVELS && sizes.bits() & !F::PAGE_SIZES.bits() == 0, "{format} has another family");
         let input_len = 1 << (granule + levels * F::INDEX_BITS).min(F::INPUT_BITS);
         Self::of_part(Part { root_level: F::LEVELS - levels, input_len, sizes }, tables)

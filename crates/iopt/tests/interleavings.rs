@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use dmalane_addr::{Access, Iova, PageSize, PageSizes, PhysAddr, Span};
-use dmalane_iopt::{Entry, Error, FaultKind, Format, PageTable, Registers, TableShape, Tables, walk};
+use dmalane_iopt::{Entry, Error, FaultKind, Format, PageTable, Register, Registers, TableShape, Tables, walk};
 use loom::sync::atomic;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
@@ -59,7 +59,7 @@ impl<const L: u32> Format for Tiny<L> {
         }
     }
     fn registers(_: u64) -> Registers {
-        [].into()
+        Register::list([])
     }
 }
 

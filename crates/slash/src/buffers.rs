@@ -1,4 +1,4 @@
-//! Buffers of the driver, and which of them an address of this process lies in.
+//! Buffers of the driver, and which of them memory of this process is of.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use dmalane_device::NoIommu;
-use dmalane_dma::{DriverHeap, Error as DmaError, lock};
+use dmalane_dma::{BufferSlice, DriverHeap, Error as DmaError};
 
 use crate::Error;
 use crate::abi::{self, halves};
 use crate::kernel::{Handle, Kernel, Request};
-use crate::sys::{Live, Mapped};
+use crate::sys::Mapped;
 
 /// The kernel's pages, in bytes: transfers begin at multiples of this in a buffer.
 pub(crate) fn page() -> usize {
@@ -23,13 +23,12 @@ pub(crate) fn page() -> usize {
 pub(crate) struct Buffers {
     kernel: Arc<dyn Kernel>,
     file: Arc<Handle>,
-    live: Arc<Live>,
     hint: AtomicU32,
 }
 
 impl Buffers {
     pub(crate) fn new(kernel: &Arc<dyn Kernel>, file: &Arc<Handle>) -> Self {
-        Self { kernel: kernel.clone(), file: file.clone(), live: Arc::default(), hint: AtomicU32::new(0) }
+        Self { kernel: kernel.clone(), file: file.clone(), hint: AtomicU32::new(0) }
     }
 
     /// Creates and maps a buffer of `len` bytes, whole pages of the kernel.
@@ -49,7 +48,7 @@ impl Buffers {
         self.hint.store(hint, Ordering::Relaxed);
         let bytes =
             NonZeroUsize::new(len).ok_or(Error::Answer { call: "BUF_CREATE", what: "an empty buffer".into() })?;
-        Mapped::new(file, bytes, &self.live).map_err(Error::Map)
+        Mapped::new(file, bytes, Arc::downgrade(&self.file)).map_err(Error::Map)
     }
 
     /// How the driver says that the channels should share the work, once a buffer was created.
@@ -57,12 +56,10 @@ impl Buffers {
         self.hint.load(Ordering::Relaxed)
     }
 
-    /// The file of the buffer that holds these bytes of this process, and the offset there.
-    pub(crate) fn find(&self, address: usize, len: usize) -> Option<(RawFd, u64)> {
-        let live = lock(&self.live);
-        let (first, (whole, file)) = live.range(..=address).next_back()?;
-        let offset = address - first;
-        (offset.checked_add(len)? <= *whole).then_some((*file, offset as u64))
+    /// The file of the buffer that holds these bytes, and the offset there.
+    pub(crate) fn find(&self, bytes: &BufferSlice) -> Option<(RawFd, u64)> {
+        let mapped = bytes.driver().filter(|mapped: &&Mapped| mapped.is_of(&self.file))?;
+        Some(mapped.find(bytes.as_volatile_slice().as_ptr().addr()))
     }
 }
 
@@ -70,7 +67,7 @@ impl Buffers {
 pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
     let buffers = buffers.clone();
     let allocate = move |len| match buffers.create(len) {
-        Ok(mapped) => Ok(Box::new(mapped) as _),
+        Ok(mapped) => Ok(mapped),
         Err(e) => Err(DmaError::Allocate { len, kind: "buffers of SLASH", source: io::Error::new(e.kind(), e) }),
     };
     DriverHeap::new("slash", allocate)
@@ -79,9 +76,9 @@ pub(crate) fn heap(buffers: &Arc<Buffers>) -> DriverHeap {
 /// Registers buffers of the driver, which the card reaches already; all others are refused. The driver's pages are
 /// single ones, whatever is asked for.
 pub(crate) fn registrar(buffers: &Arc<Buffers>) -> NoIommu {
-    let finds = buffers.clone();
-    NoIommu::calling(Some(Arc::new(heap(buffers))), move |buffer, range| {
-        let found = finds.find(buffer.address(), range.end);
-        found.map(drop).ok_or_else(|| DmaError::Backend(Box::new(Error::Foreign)))
+    let file = buffers.file.clone();
+    NoIommu::calling(Some(Arc::new(heap(buffers))), move |buffer, _| match buffer.driver::<Mapped>() {
+        Some(mapped) if mapped.is_of(&file) => Ok(()),
+        _ => Err(DmaError::Backend(Box::new(Error::Foreign))),
     })
 }

@@ -9,10 +9,10 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dmalane_dma::{DriverMemory, lock};
+use dmalane_dma::DriverMemory;
 use io_uring::{IoUring, opcode};
 use rustix::mm::{self, MapFlags, ProtFlags};
 
@@ -161,13 +161,10 @@ impl Drop for Commands {
 pub(crate) struct Mapped {
     address: NonNull<u8>,
     len: NonZeroUsize,
-    /// Where the buffer is listed.
-    live: Arc<Live>,
-    _file: Handle,
+    file: Handle,
+    /// The file that the buffer was made by.
+    maker: Weak<Handle>,
 }
-
-/// Mapped buffers by their address in this process: bytes, and the number of the file.
-pub(crate) type Live = Mutex<BTreeMap<usize, (usize, RawFd)>>;
 
 // SAFETY: the mapping is plain memory owned by this value (see the invariant), not tied to a thread.
 unsafe impl Send for Mapped {}
@@ -175,24 +172,31 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Maps a whole buffer, listed in `live` as long as it is mapped.
+    /// Maps a whole buffer, which was made by a file.
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn new(buffer: Handle, len: NonZeroUsize, live: &Arc<Live>) -> io::Result<Self> {
+    pub(crate) fn new(file: Handle, len: NonZeroUsize, maker: Weak<Handle>) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base = unsafe { mm::mmap(ptr::null_mut(), len.get(), access, MapFlags::SHARED, &buffer, 0) }?;
+        let base = unsafe { mm::mmap(ptr::null_mut(), len.get(), access, MapFlags::SHARED, &file, 0) }?;
         let address = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        lock(live).insert(address.addr().get(), (len.get(), buffer.as_fd().as_raw_fd()));
-        Ok(Self { address, len, live: live.clone(), _file: buffer })
+        Ok(Self { address, len, file, maker })
+    }
+
+    /// True for a buffer that was made by this file.
+    pub(crate) fn is_of(&self, maker: &Arc<Handle>) -> bool {
+        ptr::eq(self.maker.as_ptr(), Arc::as_ptr(maker))
+    }
+
+    /// The buffer's file, and the offset there of an address of this process that lies in it.
+    pub(crate) fn find(&self, address: usize) -> (RawFd, u64) {
+        (self.file.as_fd().as_raw_fd(), (address - self.address.addr().get()) as u64)
     }
 }
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // Before the kernel can give the address to another mapping.
-        lock(&self.live).remove(&self.address.addr().get());
         // SAFETY: the range is this value's own mapping, and its owner, the buffer made of it, is gone.
         let _ = unsafe { mm::munmap(self.address.as_ptr().cast(), self.len.get()) };
     }

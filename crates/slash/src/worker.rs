@@ -200,7 +200,7 @@ impl Planner {
             Direction::FromHost => DmaDirection::HostToCard,
             Direction::ToHost => DmaDirection::CardToHost,
         };
-        let found = self.buffers.find(host.slice.as_volatile_slice().as_ptr().addr(), host.slice.len());
+        let found = self.buffers.find(&host.slice);
         let (buffer, offset) = found.ok_or(OpError::Refused(Refusal::NotRegistered))?;
         let head = (offset.next_multiple_of(page() as u64) - offset).min(len);
         Ok(Some(Plan { range: TransferRange { pair: 0, direction, buffer, offset, at: at.bits(), len }, head }))
@@ -272,8 +272,8 @@ impl Worker {
         calls: Box<dyn Calls>,
         pages: Vec<Vec<BufferSlice>>,
     ) -> Self {
-        let place = |page: &BufferSlice| plans.buffers.find(page.as_volatile_slice().as_ptr().addr(), page.len());
-        let places = |pages: &Vec<BufferSlice>| pages.iter().map(|page| place(page).unwrap_or((-1, 0))).collect();
+        let place = |page: &BufferSlice| plans.buffers.find(page).unwrap_or((-1, 0));
+        let places = |pages: &Vec<BufferSlice>| pages.iter().map(place).collect();
         let places = pages.iter().map(places).collect();
         Self { shared, pair, plans, calls, pages, places, flights: VecDeque::new(), number: 0 }
     }

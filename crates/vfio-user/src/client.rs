@@ -1,6 +1,6 @@
 //! The client's side of vfio-user: a bus whose device is in another process.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::io;
 use std::net::Shutdown;
 use std::ops::Range;
@@ -94,9 +94,6 @@ struct Inner {
     this: Weak<Inner>,
     limits: Limits,
     iovas: Mutex<RangeCache<Iova>>,
-    /// The lengths of the parts of mappings that have several, by first address: a server unmaps what it has mapped,
-    /// part by part.
-    parts: Mutex<HashMap<Iova, Vec<u64>>>,
     mapped: AtomicU64,
 }
 
@@ -374,24 +371,20 @@ impl Inner {
         })
     }
 
-    /// Unmaps a span. False when the device's process did not answer and still exists: it will unmap when it finds the
-    /// socket shut down, at an unknown time.
+    /// Unmaps what is mapped within a span, part by part: a server unmaps what it has mapped. False when the device's
+    /// process did not answer and still exists: it will unmap when it finds the socket shut down, at an unknown time.
     fn try_unmap(&self, span: Span<Iova>) -> bool {
-        let body = Body::default().u32(24).u32(0).u64(span.first().bits()).u64(span.len());
         self.exchange(|socket| {
-            let unmapped = socket.ask(Command::DmaUnmap, &body.0, &[]).is_ok();
-            socket.lent.remove(&span.first());
-            unmapped || socket.gone
-        })
-    }
-
-    /// Unmaps the parts of a span, which have these lengths and begin with it. False as for [`Inner::try_unmap`].
-    fn try_unmap_parts(&self, span: Span<Iova>, parts: &[u64]) -> bool {
-        let mut at = 0;
-        parts.iter().all(|len| {
-            let part = span.sub(at, *len);
-            at += len;
-            part.is_some_and(|part| self.try_unmap(part))
+            while let Some((&first, part)) = socket.lent.range(span.first()..=span.last()).next() {
+                let body = Body::default().u32(24).u32(0).u64(first.bits()).u64(part.len);
+                let unmapped = socket.ask(Command::DmaUnmap, &body.0, &[]).is_ok();
+                socket.lent.remove(&first);
+                if !unmapped {
+                    return socket.gone;
+                }
+            }
+            // With the socket, what was mapped was forgotten.
+            !socket.broken || socket.gone
         })
     }
 }
@@ -438,8 +431,7 @@ impl Undo for Inner {
     fn unmap(&self, lease: Lease<Iova>) -> bool {
         let span = lease.span();
         self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
-        let parts = lock(&self.parts).remove(&span.first()).unwrap_or_else(|| vec![span.len()]);
-        self.try_unmap_parts(span, &parts) && {
+        self.try_unmap(span) && {
             lock(&self.iovas).free(lease);
             true
         }
@@ -512,7 +504,6 @@ impl UserBus {
             this: this.clone(),
             limits,
             iovas: Mutex::new(RangeCache::new(iovas)),
-            parts: Mutex::default(),
             mapped: AtomicU64::new(0),
         });
         let this = Self { inner, regions, interrupts, decodes: AtomicBool::new(true) };
@@ -674,23 +665,18 @@ impl Registrar for UserBus {
         let align = align.max(self.inner.limits.page);
         let lease = lock(&self.inner.iovas).allocate(len, align)?;
         let span = lease.span();
-        let parts: Vec<_> = list.iter().map(|pinned| pinned.range().len() as u64).collect();
         let mut done = 0;
-        for (i, pinned) in list.iter().enumerate() {
-            let part = span.sub(done, parts[i]).expect("the lengths add up to the span's");
+        for pinned in &list {
+            let part = span.sub(done, pinned.range().len() as u64).expect("the lengths add up to the span's");
             if let Err(e) = self.inner.dma_map(pinned, part, access) {
-                // A request that was not answered may have mapped the part.
-                let mapped = if matches!(e, Error::Refused { .. }) { i } else { i + 1 };
-                match self.inner.try_unmap_parts(span, &parts[..mapped]) {
+                // A request that was not answered may have mapped the part; then the socket is lost.
+                match self.inner.try_unmap(span) {
                     true => lock(&self.inner.iovas).free(lease),
                     false => list.iter_mut().for_each(Pinned::leak),
                 }
                 return Err(e.into());
             }
-            done += parts[i];
-        }
-        if parts.len() > 1 {
-            lock(&self.inner.parts).insert(span.first(), parts);
+            done += part.len();
         }
         self.inner.mapped.fetch_add(len, Ordering::Relaxed);
         Ok(Mapping::new(list, lease, access))

@@ -86,7 +86,7 @@ pub fn any_vm(
             Box::new(Vm::<$stand_in, _>::standing_for(format, range, reserved, tables)?)
         };
     }
-    let sizes = format.page_sizes();
+    let sizes = format.facts().page_sizes;
     let (k64, m2) = (sizes.contains(PageSize::SIZE_64K), sizes.contains(PageSize::SIZE_2M));
     Ok(match sizes.smallest() {
         // Its tables are shorter than a page.

@@ -13,7 +13,6 @@ mod binding;
 mod bo;
 mod errno;
 mod error;
-mod facts;
 mod handles;
 mod mapped;
 mod plan;

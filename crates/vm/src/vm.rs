@@ -4,9 +4,8 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
-use dmalane_iopt::{Error as TableError, Format, FormatId, Leaf, NamedAddr, PageTable, Run, Tables};
+use dmalane_iopt::{Error as TableError, Format, FormatFacts, FormatId, Leaf, NamedAddr, PageTable, Run, Tables};
 
-use crate::facts::Facts;
 use crate::plan::{BindRun, Breaking, Invalidate, Lists, NO_PAGE, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
@@ -33,7 +32,7 @@ pub struct Vm<F, T: Tables> {
     pub(crate) slots: Slots,
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
     /// Those of the format that `F` stands for, if it does.
-    facts: &'static Facts,
+    facts: &'static FormatFacts,
     /// True from the begin of a plan to its commit, or until it is taken back.
     pub(crate) planning: bool,
     pub(crate) breaking: Breaking,
@@ -66,7 +65,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// [`Error::Misaligned`] when the range is not made of whole pages, [`Error::New`] when it reaches beyond the input
     /// addresses of the format or there is no memory for the root table, [`Error::NoMemory`].
     pub fn new(range: Span<DeviceVa>, tables: T) -> Result<Self, Error> {
-        Self::build(range, None, Facts::of::<F>(), || PageTable::new(tables))
+        Self::build(range, None, FormatFacts::of::<F>(), || PageTable::new(tables))
     }
 
     /// The same, with a part of it reserved for the driver itself: requests of [`plan`](Self::plan) that reach into it
@@ -75,7 +74,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// # Errors
     /// As [`new`](Self::new); [`Error::OutsideVm`] when the reserved part is not within the range.
     pub fn with_reserved(range: Span<DeviceVa>, reserved: Span<DeviceVa>, tables: T) -> Result<Self, Error> {
-        Self::build(range, Some(reserved), Facts::of::<F>(), || PageTable::new(tables))
+        Self::build(range, Some(reserved), FormatFacts::of::<F>(), || PageTable::new(tables))
     }
 
     /// A VM of `format`, for which `F` stands.
@@ -85,13 +84,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         reserved: Option<Span<DeviceVa>>,
         tables: T,
     ) -> Result<Self, Error> {
-        Self::build(range, reserved, Facts::of_id(format), || PageTable::standing_for(format, tables))
+        Self::build(range, reserved, format.facts(), || PageTable::standing_for(format, tables))
     }
 
     fn build(
         range: Span<DeviceVa>,
         reserved: Option<Span<DeviceVa>>,
-        facts: &'static Facts,
+        facts: &'static FormatFacts,
         table: impl FnOnce() -> Result<PageTable<F, DeviceVa, CardAddr, T>, TableError>,
     ) -> Result<Self, Error> {
         if let Some(reserved) = reserved {
@@ -624,8 +623,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// What the format says, or that which it stands for.
     #[inline(always)]
-    pub(crate) fn facts(&self) -> &'static Facts {
-        if F::STANDS_IN { self.facts } else { Facts::of::<F>() }
+    pub(crate) fn facts(&self) -> &'static FormatFacts {
+        if F::STANDS_IN { self.facts } else { FormatFacts::of::<F>() }
     }
 
     #[inline(always)]

@@ -206,7 +206,7 @@ impl Device for VulkanDevice {
     }
 
     fn memory(&self) -> DeviceMemory {
-        DeviceMemory::new(&self.regions).driven_by(Allocator::new(&self.parts.memory))
+        DeviceMemory::new(&self.regions).driven_by(Allocator(self.parts.memory.clone()))
     }
 
     fn registrar(&self) -> Arc<dyn Registrar> {

@@ -95,10 +95,12 @@ impl QueueHandle {
 
 /// Device memory that the host writes as it writes its own. Without coherence each write would have to be flushed in
 /// whole atoms (`nonCoherentAtomSize`), and with it neighbouring bytes that the GPU may have written.
-const DIRECT: vk::MemoryPropertyFlags = vk::MemoryPropertyFlags::from_raw(
-    vk::MemoryPropertyFlags::DEVICE_LOCAL.as_raw()
-        | vk::MemoryPropertyFlags::HOST_VISIBLE.as_raw()
-        | vk::MemoryPropertyFlags::HOST_COHERENT.as_raw(),
+const DIRECT: vk::MemoryPropertyFlags =
+    vk::MemoryPropertyFlags::from_raw(vk::MemoryPropertyFlags::DEVICE_LOCAL.as_raw() | COHERENT.as_raw());
+
+/// Memory that the host and the GPU see alike.
+const COHERENT: vk::MemoryPropertyFlags = vk::MemoryPropertyFlags::from_raw(
+    vk::MemoryPropertyFlags::HOST_VISIBLE.as_raw() | vk::MemoryPropertyFlags::HOST_COHERENT.as_raw(),
 );
 
 /// Queues of one family that are used at most: more do not copy faster.
@@ -474,12 +476,6 @@ impl Gpu {
         if !inside || len == 0 || !(address as u64).is_multiple_of(align) || !(len as u64).is_multiple_of(align) {
             return Err(Error::Misaligned { align, address });
         }
-        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(HOST);
-        let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let create = vk::BufferCreateInfo::default().size(len as u64).usage(usage).push_next(&mut external);
-        // SAFETY: a usage that every device has, and a handle type that this one imports.
-        let buffer = unsafe { self.create_buffer(&create, false)? };
-        let needs = buffer.requirements();
         let pointer = address as *mut std::ffi::c_void;
         let mut properties = vk::MemoryHostPointerPropertiesEXT::default();
         self.call("vkGetMemoryHostPointerPropertiesEXT", |d| {
@@ -489,19 +485,9 @@ impl Gpu {
             };
             got.result()
         })?;
-        let flags = vk::MemoryPropertyFlags::HOST_VISIBLE | vk::MemoryPropertyFlags::HOST_COHERENT;
-        let kind = self.memory_type(needs.memory_type_bits & properties.memory_type_bits, flags, None);
-        let kind = kind.filter(|_| needs.size <= len as u64).ok_or(Error::NoMemoryType("imported host memory"))?;
         let mut from = vk::ImportMemoryHostPointerInfoEXT::default().handle_type(HOST).host_pointer(pointer);
-        let info =
-            vk::MemoryAllocateInfo::default().allocation_size(len as u64).memory_type_index(kind).push_next(&mut from);
-        // SAFETY: a type that the memory has; its address and length are aligned and within `host`, checked above,
-        // which the result keeps.
-        let mut memory = unsafe { self.allocate(&info)? };
-        memory.host = Some(host.clone());
-        self.live.imports.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: of a type that the buffer permits, and long enough, checked above.
-        Ok(Arc::new(unsafe { buffer.bind(memory)? }))
+        // SAFETY: address and length are aligned and within `host`, checked above; a handle type that this one imports.
+        unsafe { self.imported(host, len as u64, HOST, properties.memory_type_bits, &mut from, None) }
     }
 
     /// Imports a whole dma-buf, of `len` bytes of the memory behind a buffer. The import keeps that alive.
@@ -524,26 +510,50 @@ impl Gpu {
             return Err(Error::NoMemoryType("a dma-buf that is too short"));
         }
         let fd = OwnedFd::from(file);
-        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
-        let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
-        let create = vk::BufferCreateInfo::default().size(len).usage(usage).push_next(&mut external);
-        // SAFETY: a usage that every device has, and a handle type that this one imports.
-        let buffer = unsafe { self.create_buffer(&create, true)? };
-        let needs = buffer.requirements();
-        let bits = needs.memory_type_bits & properties.memory_type_bits;
-        let kind = self.memory_type(bits, vk::MemoryPropertyFlags::empty(), None).filter(|_| needs.size <= len);
-        let kind = kind.ok_or(Error::NoMemoryType("imported dma-bufs"))?;
         let mut from = vk::ImportMemoryFdInfoKHR::default().handle_type(DMA_BUF).fd(fd.as_raw_fd());
+        // SAFETY: the dma-buf is as long, checked above, and exists as long as somebody has it; a handle type that this
+        // one imports.
+        unsafe { self.imported(host, len, DMA_BUF, properties.memory_type_bits, &mut from, Some(fd)) }
+    }
+
+    /// Imports `len` bytes of memory behind a buffer, which the import keeps alive, by a handle of this type: into a
+    /// memory type of these bits. `fd` is the handle if it is a descriptor.
+    ///
+    /// # Safety
+    /// `from` is as the specification asks for, a handle type that this device imports, of so many bytes of `host`.
+    unsafe fn imported(
+        self: &Arc<Self>,
+        host: &BufferRef,
+        len: u64,
+        handle: vk::ExternalMemoryHandleTypeFlags,
+        bits: u32,
+        from: &mut impl vk::ExtendsMemoryAllocateInfo,
+        fd: Option<OwnedFd>,
+    ) -> Result<Arc<Buffer>, Error> {
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(handle);
+        let create = vk::BufferCreateInfo::default().size(len).usage(copied(false)).push_next(&mut external);
+        // SAFETY: a usage that every device has, and a handle type that this one imports.
+        let buffer = unsafe { self.create_buffer(&create, fd.is_some())? };
+        let needs = buffer.requirements();
+        let (flags, size, what) = match fd {
+            Some(_) => (vk::MemoryPropertyFlags::empty(), needs.size, "imported dma-bufs"),
+            None => (COHERENT, len, "imported host memory"),
+        };
+        let kind = self.memory_type(needs.memory_type_bits & bits, flags, None).filter(|_| needs.size <= len);
+        let kind = kind.ok_or(Error::NoMemoryType(what))?;
         // Some drivers take dma-bufs so only, and it has no other buffer anyway.
         let mut dedicated = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer.buffer);
-        let info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
-        // SAFETY: a type that the dma-buf has, which is as long, checked above; it exists as long as somebody has it.
-        let mut memory = unsafe { self.allocate(&info.push_next(&mut from).push_next(&mut dedicated))? };
+        let mut info = vk::MemoryAllocateInfo::default().allocation_size(size).memory_type_index(kind).push_next(from);
+        if fd.is_some() {
+            info = info.push_next(&mut dedicated);
+        }
+        // SAFETY: a type that the handle's memory has, of which there are so many bytes; the result keeps it.
+        let mut memory = unsafe { self.allocate(&info)? };
         // The driver owns it now.
-        let _ = fd.into_raw_fd();
+        let _ = fd.map(IntoRawFd::into_raw_fd);
         memory.host = Some(host.clone());
         self.live.imports.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: of a type that the buffer permits, as long as it asks for, and dedicated to it.
+        // SAFETY: of a type that the buffer permits, and as long as it asks for.
         Ok(Arc::new(unsafe { buffer.bind(memory)? }))
     }
 
@@ -560,15 +570,14 @@ impl Gpu {
 
     /// Host memory that the driver allocates and maps, and the buffer that it is: whole pages of 4 KiB.
     pub fn host_memory(self: &Arc<Self>, len: u64) -> Result<HostMemory, Error> {
-        use vk::MemoryPropertyFlags as Flags;
         if len == 0 || !len.is_multiple_of(4096) {
             return Err(Error::NoMemoryType("parts of pages"));
         }
-        let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+        let create = vk::BufferCreateInfo::default().size(len).usage(copied(false));
         // SAFETY: a usage that every device has.
-        let buffer = unsafe { self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage), false)? };
+        let buffer = unsafe { self.create_buffer(&create, false)? };
         let needs = buffer.requirements();
-        let kind = self.memory_type(needs.memory_type_bits, Flags::HOST_VISIBLE | Flags::HOST_COHERENT, None);
+        let kind = self.memory_type(needs.memory_type_bits, COHERENT, None);
         let kind = kind.ok_or(Error::NoMemoryType("host memory"))?;
         let info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
         // SAFETY: a type that the buffer permits.
@@ -708,6 +717,11 @@ pub(crate) struct HostMemory {
 impl HostMemory {
     pub fn buffer(&self) -> &Arc<Buffer> {
         &self.buffer
+    }
+
+    /// True for memory of this device's.
+    pub fn is_of(&self, gpu: &Arc<Gpu>) -> bool {
+        Arc::ptr_eq(&self.buffer.gpu, gpu)
     }
 }
 

@@ -158,34 +158,15 @@ impl GpuMemory {
     }
 }
 
-/// Allocates for one owner, and frees what that one has not freed.
-pub(crate) struct Allocator {
-    memory: Arc<GpuMemory>,
-    given: Vec<Span<CardAddr>>,
-}
-
-impl Allocator {
-    pub fn new(memory: &Arc<GpuMemory>) -> Self {
-        Self { memory: memory.clone(), given: Vec::new() }
-    }
-}
+/// The memory, for one owner.
+pub(crate) struct Allocator(pub Arc<GpuMemory>);
 
 impl MemoryDriver for Allocator {
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn StdError + Send + Sync>> {
-        self.memory.allocate(range)?;
-        self.given.push(range);
-        Ok(())
+        Ok(self.0.allocate(range)?)
     }
 
     fn free(&mut self, range: Span<CardAddr>) {
-        if let Some(at) = self.given.iter().position(|given| *given == range) {
-            self.memory.free(self.given.swap_remove(at));
-        }
-    }
-}
-
-impl Drop for Allocator {
-    fn drop(&mut self) {
-        self.given.drain(..).for_each(|range| self.memory.free(range));
+        self.0.free(range);
     }
 }

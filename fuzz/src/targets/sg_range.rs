@@ -151,33 +151,31 @@ fn tables(input: &Input) {
     for s in table.segments() {
         pages.push(PhysAddr::new(s.addr.bits() * 4096), s.len * 4096).unwrap();
     }
-    let indices = [&table, &pages].map(|table| (SgIndex::from_table(table).unwrap(), table));
-    for (index, table) in &indices {
+    let indices = [&table, &pages].map(|table| SgIndex::from_table(table).unwrap());
+    for (index, table) in indices.iter().zip([&table, &pages]) {
         assert_eq!((index.len(), index.segment_count()), (table.len(), table.segment_count()));
         assert!(index.segments().eq(table.segments()));
     }
 
+    // A byte of the reference, and how many follow it in memory.
+    let found = |at: u64| {
+        let addr = *bytes.get(at as usize)?;
+        let more = bytes[at as usize..].windows(2).take_while(|w| w[1] == w[0] + 1).count() as u64;
+        Some((addr, more + 1))
+    };
     for &(start, end) in input.questions.iter().take(64) {
         let (start, end) = (u64::from(start), u64::from(end));
-        for ((index, table), unit) in indices.iter().zip([1, 4096]) {
-            let (start, end) = (start * unit, end * unit);
-            assert_eq!(index.segment_at(start), table.segment_at(start));
-            assert_eq!(index.segment_at(end.saturating_sub(1)), table.segment_at(end.saturating_sub(1)));
-            let runs = index.runs(start..end).map(|r| r.collect::<Vec<_>>());
-            assert_eq!(runs, table.runs(start..end).map(|r| r.collect()));
-        }
-        match (table.segment_at(start), bytes.get(start as usize)) {
-            (None, None) => {}
-            (Some(found), Some(&addr)) => {
-                assert_eq!(found.addr.bits(), addr);
-                let more = bytes[start as usize..].windows(2).take_while(|w| w[1] == w[0] + 1).count() as u64;
-                assert_eq!(found.left, more + 1);
+        for (index, unit) in indices.iter().zip([1, 4096]) {
+            // The first byte of one unit, and the last of another.
+            for (at, low) in [(start, 0), (end.saturating_sub(1), unit - 1)] {
+                let ours = index.segment_at(at * unit + low).map(|s| (s.addr.bits(), s.left));
+                assert_eq!(ours, found(at).map(|(addr, units)| (addr * unit + low, units * unit - low)), "{at}");
             }
-            (found, byte) => panic!("offset {start}: {found:?} where the reference has {byte:?}"),
-        }
-        match table.runs(start..end) {
-            Some(runs) => assert!(runs.flat_map(flat).eq(bytes[start as usize..end as usize].iter().copied())),
-            None => assert!(start > end || end > bytes.len() as u64),
+            let units = |s: dmalane_addr::Segment<PhysAddr>| flat(s).step_by(unit as usize).map(move |a| a / unit);
+            match index.runs(start * unit..end * unit) {
+                Some(runs) => assert!(runs.flat_map(units).eq(bytes[start as usize..end as usize].iter().copied())),
+                None => assert!(start > end || end > bytes.len() as u64),
+            }
         }
     }
 }

@@ -1,6 +1,5 @@
 //! The scatter-gather index: any byte of a buffer found in time that does not depend on how many segments there are.
 
-use core::fmt;
 use core::marker::PhantomData;
 use core::ops::Range;
 
@@ -9,10 +8,9 @@ use super::plain::{Flat, IN_PLACE, InPlace};
 use super::rank::Rank;
 use crate::{Address, PageSize, Segment, SegmentAt, SgError, SgTable};
 
-/// The representation that an [`SgIndex`] has chosen for its segments, for reports.
+/// The representation that an [`SgIndex`] chooses for its segments.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub enum SgKind {
+pub(super) enum SgKind {
     /// Up to four segments, in the index itself.
     InPlace,
     /// 4 bytes for every granule: for buffers made of single pages.
@@ -27,26 +25,6 @@ pub enum SgKind {
     Buckets,
     /// The same with twice the bytes, for 2^32 granules and more, or segments that are so far apart.
     WideBuckets,
-}
-
-impl SgKind {
-    /// The name in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::InPlace => "in place",
-            Self::Flat => "flat",
-            Self::Rank => "rank",
-            Self::WideRank => "wide rank",
-            Self::Buckets => "buckets",
-            Self::WideBuckets => "wide buckets",
-        }
-    }
-}
-
-impl fmt::Display for SgKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 /// Single pages up to this mean length are held flat, in sixteenths: there the bitmap costs more than it saves.
@@ -240,7 +218,8 @@ impl<A: Address> SgIndex<A> {
     }
 
     /// The representation of the segments.
-    pub fn kind(&self) -> SgKind {
+    #[cfg(test)]
+    pub(super) fn kind(&self) -> SgKind {
         match self.form {
             Form::InPlace(_) => SgKind::InPlace,
             Form::Flat(_) => SgKind::Flat,

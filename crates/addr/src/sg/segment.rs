@@ -13,8 +13,7 @@ pub struct Segment<A> {
     pub len: u64,
 }
 
-/// Result of [`SgTable::segment_at`](crate::SgTable::segment_at) and
-/// [`SgIndex::segment_at`](crate::SgIndex::segment_at).
+/// Result of [`SgIndex::segment_at`](crate::SgIndex::segment_at).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SegmentAt<A> {
     /// Address of the byte at the offset.

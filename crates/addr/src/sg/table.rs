@@ -1,9 +1,8 @@
 //! The scatter-gather table: segments in a list that grows.
 
 use alloc::vec::Vec;
-use core::ops::Range;
 
-use crate::{Address, Segment, SegmentAt, SgError};
+use crate::{Address, Segment, SgError};
 
 #[derive(Clone, Copy, Debug)]
 struct Entry<A> {
@@ -15,8 +14,7 @@ struct Entry<A> {
 /// A buffer as a list of segments, merged while it is built.
 ///
 /// Segments that continue each other in memory become one, so a table has as many segments as the buffer has
-/// discontinuities. A lookup by offset is a binary search; make an [`SgIndex`](crate::SgIndex) of a table that is
-/// complete and looked up often.
+/// discontinuities. An [`SgIndex`](crate::SgIndex) of it finds bytes by their offset.
 ///
 /// ```
 /// use dmalane_addr::{PhysAddr, SgTable};
@@ -25,7 +23,7 @@ struct Entry<A> {
 /// sg.push(PhysAddr::new(0x2000), 0x1000).unwrap(); // continues the first
 /// sg.push(PhysAddr::new(0x9000), 0x1000).unwrap();
 /// assert_eq!(sg.segments().count(), 2);
-/// assert_eq!(sg.segment_at(0x1800).unwrap().addr, PhysAddr::new(0x2800));
+/// assert_eq!(sg.segments().next().unwrap().len, 0x2000);
 /// ```
 #[derive(Clone, Debug)]
 pub struct SgTable<A> {
@@ -96,29 +94,6 @@ impl<A: Address> SgTable<A> {
         (0..self.entries.len()).map(|i| self.segment(i))
     }
 
-    /// Where the byte at `offset` lives; `None` beyond the end.
-    pub fn segment_at(&self, offset: u64) -> Option<SegmentAt<A>> {
-        let index = self.index_of(offset)?;
-        let entry = &self.entries[index];
-        let addr = entry.addr.checked_add(offset - entry.start)?;
-        Some(SegmentAt { addr, left: self.end_of(index) - offset })
-    }
-
-    /// The segments of a sub-range, the first and last cut to fit; `None` when the range is not within the table.
-    /// An empty range has no runs.
-    pub fn runs(&self, range: Range<u64>) -> Option<TableRuns<'_, A>> {
-        if range.start > range.end || range.end > self.len {
-            return None;
-        }
-        let index = self.index_of(range.start).unwrap_or(0);
-        Some(TableRuns { table: self, index, at: range.start, end: range.end })
-    }
-
-    /// Which segment holds the byte; `None` beyond the end.
-    fn index_of(&self, offset: u64) -> Option<usize> {
-        (offset < self.len).then(|| self.entries.partition_point(|e| e.start <= offset) - 1)
-    }
-
     /// Where in the buffer a segment starts.
     pub(super) fn start_of(&self, index: usize) -> u64 {
         self.entries[index].start
@@ -132,43 +107,6 @@ impl<A: Address> SgTable<A> {
     pub(super) fn segment(&self, index: usize) -> Segment<A> {
         let e = &self.entries[index];
         Segment { addr: e.addr, len: self.end_of(index) - e.start }
-    }
-}
-
-/// Iterator over the segments of a sub-range, made by [`SgTable::runs`].
-#[derive(Clone, Debug)]
-pub struct TableRuns<'a, A> {
-    table: &'a SgTable<A>,
-    index: usize,
-    at: u64,
-    end: u64,
-}
-
-impl<A: Address> Iterator for TableRuns<'_, A> {
-    type Item = Segment<A>;
-
-    fn next(&mut self) -> Option<Segment<A>> {
-        if self.at >= self.end {
-            return None;
-        }
-        let entry = &self.table.entries[self.index];
-        let stop = self.table.end_of(self.index).min(self.end);
-        let run = Segment { addr: entry.addr.checked_add(self.at - entry.start)?, len: stop - self.at };
-        self.at = stop;
-        self.index += 1;
-        Some(run)
-    }
-}
-
-impl<A: Address> Extend<Segment<A>> for SgTable<A> {
-    /// Appends segments.
-    ///
-    /// # Panics
-    /// When a segment wraps around the address space; use [`SgTable::push`] for input that is not trusted.
-    fn extend<I: IntoIterator<Item = Segment<A>>>(&mut self, segments: I) {
-        for s in segments {
-            self.push(s.addr, s.len).expect("a segment within the address space");
-        }
     }
 }
 
@@ -191,8 +129,6 @@ mod tests {
     #[test]
     fn empty() {
         let sg = SgTable::<PhysAddr>::new();
-        assert!(sg.is_empty() && sg.segment_at(0).is_none());
-        assert_eq!(sg.runs(0..0).unwrap().count(), 0);
-        assert!(sg.runs(0..1).is_none());
+        assert!(sg.is_empty() && sg.segments().next().is_none());
     }
 }

@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 
 use proptest::prelude::*;
 
-use super::index::Survey;
+use super::index::{SgKind, Survey};
 use super::*;
 use crate::{PageSize, PhysAddr};
 
@@ -124,9 +124,6 @@ proptest! {
             n => pick.index(n + 1) as u64 * unit + low % unit,
         };
         let offsets: Vec<u64> = picks.iter().map(offset).collect();
-        for &at in &offsets {
-            prop_assert_eq!(table.segment_at(at), units.at(at));
-        }
         for index in forms(&table) {
             prop_assert_eq!(index.len(), units.len);
             prop_assert_eq!(index.segment_count(), table.segment_count());
@@ -142,7 +139,7 @@ proptest! {
             for pair in offsets.windows(2) {
                 let range = pair[0]..pair[1];
                 let ours = index.runs(range.clone()).map(|r| r.collect::<Vec<_>>());
-                prop_assert_eq!(&ours, &table.runs(range.clone()).map(|r| r.collect::<Vec<_>>()));
+                prop_assert_eq!(ours.is_some(), range.start <= range.end && range.end <= units.len);
                 let Some(ours) = ours else { continue };
                 let mut at = range.start;
                 for run in ours {
@@ -233,14 +230,14 @@ fn odd_segments_among_large_ones() {
             let at = if odd == 700 { 500 } else { i * 61 % runs.len() };
             runs.insert(at, ((1 << 40) + i as u64 * 2 * page, page));
         }
-        let table = table(&runs);
+        let (table, units) = (table(&runs), Units::new(&runs, page));
         let index = SgIndex::from_table(&table).unwrap();
         assert_eq!((index.kind(), index.granule()), (SgKind::Buckets, PageSize::new(page).unwrap()));
         assert!(index.bytes() <= 128 + table.segment_count() * 24, "{}", index.bytes());
         let mut start = 0;
         for (_, len) in &runs {
             for at in [start, start + len / 2, start + len - 1] {
-                assert_eq!(index.segment_at(at), table.segment_at(at), "{at:#x}");
+                assert_eq!(index.segment_at(at), units.at(at), "{at:#x}");
             }
             start += len;
         }

@@ -12,7 +12,7 @@ use super::ranges::{Mapped, check_use};
 use super::{Copy2D, CopyAttributes, Pointer, RawHandle, Side};
 use crate::Error;
 use crate::error::NOT_READY;
-use crate::plan::{Step, memory};
+use crate::plan::{Rows, Step, memory};
 
 /// A copy in a batch.
 struct TransferRange {
@@ -163,7 +163,7 @@ impl Stream {
             let (_, slice) = inside.ok_or(OpError::Refused(Refusal::Mismatch))?;
             Ok::<usize, OpError>(slice.reference().address() + slice.offset() + offset as usize)
         };
-        if let Step::Copy { direction, host: index, offset, at, len } = *step
+        if let Step::Copy { direction, host: index, offset, at, rows: Rows { row: len, count: 1, .. } } = *step
             && self.batches
             && len <= BATCHED
         {
@@ -182,34 +182,39 @@ impl Stream {
             pitch: pitch as usize,
         };
         self.open_calls += 1;
-        let done = match *step {
-            Step::Copy { direction, host: index, offset, at, len } => {
-                let here = host(index, offset, len)? as *mut c_void;
-                match direction {
-                    Direction::FromHost => call!(driver.to_device(at.bits(), here, len as usize, stream)),
-                    Direction::ToHost => call!(driver.to_host(here, at.bits(), len as usize, stream)),
+        let two = |from, to, rows: &Rows| {
+            let copy = Copy2D { from, to, width: rows.row as usize, height: rows.count as usize };
+            call!(driver.copy_2d(&raw const copy, stream))
+        };
+        let done = match step {
+            Step::Copy { direction, host: index, offset, at, rows } => {
+                let here = host(*index, *offset, rows.extent(rows.pitches.0))?;
+                let (bytes, there) = (rows.row as usize, at.bits());
+                let (host, device) = (side(1, here, 0, rows.pitches.0), side(2, 0, there, rows.pitches.1));
+                match (direction, rows.count) {
+                    (Direction::FromHost, 1) => call!(driver.to_device(there, here as *mut c_void, bytes, stream)),
+                    (Direction::ToHost, 1) => call!(driver.to_host(here as *mut c_void, there, bytes, stream)),
+                    (Direction::FromHost, _) => two(host, device, rows),
+                    (Direction::ToHost, _) => two(device, host, rows),
                 }
             }
-            Step::Rows { direction, host: index, offset, at, row, rows, pitches } => {
-                let here = host(index, offset, (rows - 1) * pitches.0 + row)?;
-                let (host, device) = (side(1, here, 0, pitches.0), side(2, 0, at.bits(), pitches.1));
-                let (from, to) = if direction == Direction::FromHost { (host, device) } else { (device, host) };
-                let copy = Copy2D { from, to, width: row as usize, height: rows as usize };
-                call!(driver.copy_2d(&raw const copy, stream))
+            Step::Within { from, to, rows } => match rows.count {
+                1 => call!(driver.within(to.bits(), from.bits(), rows.row as usize, stream)),
+                _ => two(side(2, 0, from.bits(), rows.pitches.0), side(2, 0, to.bits(), rows.pitches.1), rows),
+            },
+            Step::Bytes { at, value, rows: Rows { row, count: 1, .. } } => {
+                call!(driver.set_8(at.bits(), *value, *row as usize, stream))
             }
-            Step::Within { from, to, len } => call!(driver.within(to.bits(), from.bits(), len as usize, stream)),
-            Step::RowsWithin { from, to, row, rows, pitches } => {
-                let (from, to) = (side(2, 0, from.bits(), pitches.0), side(2, 0, to.bits(), pitches.1));
-                let copy = Copy2D { from, to, width: row as usize, height: rows as usize };
-                call!(driver.copy_2d(&raw const copy, stream))
+            Step::Bytes { at, value, rows: Rows { row, count, pitches } } => {
+                let (pitch, row, count) = (pitches.1 as usize, *row as usize, *count as usize);
+                call!(driver.set_2d_8(at.bits(), pitch, *value, row, count, stream))
             }
-            Step::Bytes { at, value, len } => call!(driver.set_8(at.bits(), value, len as usize, stream)),
-            Step::Words { at, value, count } => call!(driver.set_32(at.bits(), value, count as usize, stream)),
-            Step::ByteRows { at, value, row, rows, pitch } => {
-                call!(driver.set_2d_8(at.bits(), pitch as usize, value, row as usize, rows as usize, stream))
+            Step::Words { at, value, rows: Rows { row, count: 1, .. } } => {
+                call!(driver.set_32(at.bits(), *value, *row as usize / 4, stream))
             }
-            Step::WordRows { at, value, rows, pitch } => {
-                call!(driver.set_2d_32(at.bits(), pitch as usize, value, 1, rows as usize, stream))
+            Step::Words { at, value, rows: Rows { row, count, pitches } } => {
+                let (pitch, words, count) = (pitches.1 as usize, *row as usize / 4, *count as usize);
+                call!(driver.set_2d_32(at.bits(), pitch, *value, words, count, stream))
             }
         };
         done.map_err(|e| self.failed(e))

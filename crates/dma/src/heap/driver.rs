@@ -14,14 +14,16 @@ pub struct DriverHeap {
     counters: Arc<Counters>,
 }
 
-type Allocate = Box<dyn Fn(usize) -> Result<Box<dyn DriverMemory>, Error> + Send + Sync>;
+type Allocate = Box<dyn Fn(usize) -> Result<Region, Error> + Send + Sync>;
 
 impl DriverHeap {
-    /// A heap of what `allocate` gives for a number of bytes, whole pages: as many bytes, or more.
-    pub fn new(
+    /// A heap of what `allocate` gives for a number of bytes, whole pages: as many bytes, or more. A buffer says which
+    /// memory it is made of: [`BufferRef::driver`](crate::BufferRef::driver).
+    pub fn new<M: DriverMemory>(
         name: &'static str,
-        allocate: impl Fn(usize) -> Result<Box<dyn DriverMemory>, Error> + Send + Sync + 'static,
+        allocate: impl Fn(usize) -> Result<M, Error> + Send + Sync + 'static,
     ) -> Self {
+        let allocate = move |len| allocate(len).map(Region::of_driver);
         Self { name, allocate: Box::new(allocate), counters: Arc::default() }
     }
 }
@@ -29,7 +31,7 @@ impl DriverHeap {
 impl Heap for DriverHeap {
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let whole = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
-        let region = Region::of_driver((self.allocate)(whole)?);
+        let region = (self.allocate)(whole)?;
         if region.len() < whole {
             return Err(Error::Allocate { len, kind: self.name, source: std::io::ErrorKind::UnexpectedEof.into() });
         }

@@ -134,7 +134,7 @@ fn a_driver() {
         let region = crate::sys::Region::anonymous(len, PageKind::Base).map_err(source)?;
         // Drivers give memory that was in use before.
         region.as_volatile_slice().fill(0x77);
-        Ok(Box::new(region) as Box<dyn crate::DriverMemory>)
+        Ok(region)
     };
     let heap = DriverHeap::new("driver", allocate);
     conformance(&heap, Small::Alone);

@@ -95,7 +95,7 @@ impl Format for AgxUat {
     }
 
     fn registers(root: u64) -> Registers {
-        [Register::new("TTBR", root | 1)].into()
+        Register::list([Register::new("TTBR", root | 1)])
     }
 }
 

@@ -164,7 +164,7 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
     }
 
     fn registers(root: u64) -> Registers {
-        [Register::new("device table entry, bits 63:0", root | 0b11 | u64::from(L) << 9 | READ | WRITE)].into()
+        Register::list([Register::new("device table entry, bits 63:0", root | 0b11 | u64::from(L) << 9 | READ | WRITE)])
     }
 }
 
@@ -232,6 +232,6 @@ mod tests {
         assert_eq!(F::decode(2, PRESENT | READ | 7 << 9), Entry::Invalid, "other page sizes");
         assert_eq!(F::decode(3, PRESENT | 0x1000), Entry::Invalid, "no access");
         assert_eq!(F::decode(0, PRESENT | READ), Entry::Invalid, "512 GiB");
-        assert_eq!(F::registers(0x5000)[0].value, 0x6000_0000_0000_5803, "Mode 4");
+        assert_eq!(F::registers(0x5000).next().unwrap().value, 0x6000_0000_0000_5803, "Mode 4");
     }
 }

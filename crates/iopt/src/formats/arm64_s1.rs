@@ -75,19 +75,19 @@ pub type Arm64S1_16k = Arm64S1<14>;
 #[allow(non_camel_case_types)]
 pub type Arm64S1_64k = Arm64S1<16>;
 
-/// Rights, memory types and registers of stage 1.
+/// Rights, memory types and registers of stage 1: of Armv8, or of Armv7 if `V7`.
 #[derive(Clone, Copy, Debug)]
-pub struct Stage1;
+pub struct Stage1<const V7: bool = false>;
 
 /// `MAIR_EL1`: attribute 0 is normal memory, write-back; 1 Device-nGnRE; 2 normal memory, non-cacheable.
-pub(super) const MAIR: u64 = 0x44_04_ff;
+const MAIR: u64 = 0x44_04_ff;
 const ATTRIBUTE: u64 = 0b111 << 2;
 const ATTRIBUTE_MMIO: u64 = 1 << 2;
 const ATTRIBUTE_UNCACHED: u64 = 2 << 2;
 const AP_UNPRIVILEGED: u64 = 1 << 6;
 const AP_READ_ONLY: u64 = 1 << 7;
 const NG: u64 = 1 << 11;
-pub(super) const PXN: u64 = 1 << 53;
+const PXN: u64 = 1 << 53;
 /// UXN; XN where there is one for all.
 pub(super) const UXN: u64 = 1 << 54;
 /// In the entry of a table, what it says of all leaves below: PXNTable, UXNTable, APTable.
@@ -96,8 +96,9 @@ const TABLE_UXN: u64 = 1 << 60;
 const TABLE_PRIVILEGED: u64 = 1 << 61;
 const TABLE_READ_ONLY: u64 = 1 << 62;
 
-impl ArmStage for Stage1 {
+impl<const V7: bool> ArmStage for Stage1<V7> {
     const STAGE: &'static str = "s1";
+    const NAME: Option<&'static str> = if V7 { Some("armv7-lpae-s1") } else { None };
     const ROOT_BITS: u32 = 0;
     const DIRTY: u64 = AP_READ_ONLY;
     const DIRTY_IS_CLEAR: bool = true;
@@ -124,7 +125,7 @@ impl ArmStage for Stage1 {
         }
         if !access.contains(Access::EXEC) {
             entry |= PXN | UXN;
-        } else if access.contains(Access::PRIVILEGED) {
+        } else if access.contains(Access::PRIVILEGED) && !V7 {
             entry |= UXN; // or EL0 might execute what it may not read
         }
         entry
@@ -140,7 +141,9 @@ impl ArmStage for Stage1 {
         if privileged {
             access |= Access::PRIVILEGED;
         }
-        if leaf & if privileged { PXN } else { UXN } == 0 {
+        // XN of Armv7 holds for privileged accesses too.
+        let never = if !privileged { UXN } else { PXN | if V7 { UXN } else { 0 } };
+        if leaf & never == 0 {
             access |= Access::EXEC;
         }
         match leaf & ATTRIBUTE {
@@ -170,11 +173,20 @@ impl ArmStage for Stage1 {
 
     #[inline]
     fn unprivileged(leaf: u64) -> Access {
-        // EL0 may execute what it may not read.
-        if leaf & UXN == 0 { Access::EXEC } else { Access::empty() }
+        // EL0 may execute what it may not read; Armv7 forbids that.
+        if leaf & UXN == 0 && !V7 { Access::EXEC } else { Access::empty() }
     }
 
     fn registers(f: &Fields, root: u64) -> Registers {
+        if V7 {
+            // The fields from bit 8 on are where those of TCR are; T0SZ is 32 less the bits of input.
+            let ttbcr = 1 << 31 | 1 << 23 | table_control(f.granule, f.input) & !0xff | u64::from(32 - f.input);
+            return Register::list([
+                Register::new("TTBR0", root),
+                Register::new("TTBCR", ttbcr),
+                Register::new("MAIR0", MAIR),
+            ]);
+        }
         let tg1: u64 = match f.granule {
             12 => 0b10,
             14 => 0b01,
@@ -186,7 +198,11 @@ impl ArmStage for Stage1 {
             | output_size(f.output) << 32    // IPS
             | if f.dirty { 0b11 << 39 } else { 0 } // HA, HD
             | ds(f.granule, f.output) << 59;
-        [Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", MAIR)].into()
+        Register::list([
+            Register::new("TTBR0_EL1", ttbr(root)),
+            Register::new("TCR_EL1", tcr),
+            Register::new("MAIR_EL1", MAIR),
+        ])
     }
 }
 
@@ -223,15 +239,15 @@ mod tests {
         assert_eq!(L::encode_leaf(2, 0xa_0000_1235_0000, Access::READ), 0x0060_0000_1235_afc3);
         assert_eq!(L::encode_table(0, 0xf_0000_1235_0000), 0x0000_0000_1235_f003);
         assert_eq!(L::decode(2, 0x0060_0000_1235_afc3), Entry::Leaf { out: 0xa_0000_1235_0000, access: Access::READ });
-        assert_eq!(L::registers(0xa_0000_1235_0000)[0].value, 0x1235_0028);
-        assert_eq!(L::registers(0)[1].value, 0x0000_0006_c080_750c);
+        assert_eq!(L::registers(0xa_0000_1235_0000).next().unwrap().value, 0x1235_0028);
+        assert_eq!(L::registers(0).nth(1).unwrap().value, 0x0000_0006_c080_750c);
         // FEAT_LPA2: address bits 49:12 in place, 51:50 in 9:8, where SH was
         type M = Arm64S1<12, 52, false, 52>;
         assert_eq!((M::LEVELS, M::NAME), (5, "arm64-s1-4k-52"));
         assert_eq!(M::encode_leaf(4, 0xa_0000_1234_5000, Access::READ), 0x0062_0000_1234_5ec3);
         assert_eq!(M::encode_table(0, 0xf_0000_1234_5000), 0x0003_0000_1234_5303);
         assert_eq!(M::decode(4, 0x0062_0000_1234_5ec3), Entry::Leaf { out: 0xa_0000_1234_5000, access: Access::READ });
-        assert_eq!(M::registers(0xa_0000_1234_5000)[0].value, 0x1234_5028);
+        assert_eq!(M::registers(0xa_0000_1234_5000).next().unwrap().value, 0x1234_5028);
         assert_eq!(Arm64S1::<14, 52, true, 52>::LEVELS, 4);
         // dirty: read-only until it is written through, DBM 0x8 << 48
         type D = Arm64S1<12, 48, false, 48, true>;
@@ -240,7 +256,7 @@ mod tests {
         assert_eq!(D::decode(3, 0x0068_0000_1234_5f43), Entry::Leaf { out: 0x1234_5000, access: Access::RW });
         let leaf = Entry::Leaf { out: 0x1234_5000, access: Access::RW };
         assert_eq!(D::decode(3, 0x0068_0000_1234_5b43), leaf, "the device sets the access flag");
-        assert_eq!((D::NAME, D::registers(0)[1].value), ("arm64-s1-4k-dirty", 0x0000_0185_8080_3510));
+        assert_eq!((D::NAME, D::registers(0).nth(1).unwrap().value), ("arm64-s1-4k-dirty", 0x0000_0185_8080_3510));
         // 16 KiB: page at level 3, 32 MiB at level 2; 64 KiB has three levels, 512 MiB in the middle one
         assert_eq!(Arm64S1_16k::encode_table(0, 0x8000_4000), 0x0000_0000_8000_4003);
         assert_eq!(Arm64S1_16k::encode_leaf(3, 0x1234_4000, Access::RW), 0x0060_0000_1234_4f43);
@@ -290,7 +306,7 @@ mod tests {
     /// Fields of `TCR_EL1`, DDI 0487 section D19 (the register's own page).
     #[test]
     fn registers() {
-        let value = |r: &[Register], name| r.iter().find(|r| r.name == name).map(|r| r.value);
+        let value = |r: &Registers, name| r.clone().find(|r| r.name == name).map(|r| r.value);
         let r = Arm64S1_4k::registers(0x4000_0000);
         assert_eq!(value(&r, "TTBR0_EL1"), Some(0x4000_0000));
         assert_eq!(value(&r, "TCR_EL1"), Some(0x0000_0005_8080_3510));

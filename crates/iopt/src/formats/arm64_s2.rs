@@ -55,9 +55,9 @@ pub type Arm64S2_16k = Arm64S2<14>;
 #[allow(non_camel_case_types)]
 pub type Arm64S2_64k = Arm64S2<16>;
 
-/// Rights, memory types and registers of stage 2.
+/// Rights, memory types and registers of stage 2: of Armv8, or of Armv7 if `V7`.
 #[derive(Clone, Copy, Debug)]
-pub struct Stage2;
+pub struct Stage2<const V7: bool = false>;
 
 const MEMORY: u64 = 0b1111 << 2;
 const MEMORY_UNCACHED: u64 = 0b0101 << 2;
@@ -67,8 +67,9 @@ const WRITE: u64 = 1 << 7;
 const XN: u64 = 0b10 << 53;
 const XN_FIELD: u64 = 0b11 << 53;
 
-impl ArmStage for Stage2 {
+impl<const V7: bool> ArmStage for Stage2<V7> {
     const STAGE: &'static str = "s2";
+    const NAME: Option<&'static str> = if V7 { Some("armv7-lpae-s2") } else { None };
     const ROOT_BITS: u32 = 4;
     const DIRTY: u64 = WRITE;
     const DIRTY_IS_CLEAR: bool = false;
@@ -109,18 +110,24 @@ impl ArmStage for Stage2 {
     }
 
     fn registers(f: &Fields, root: u64) -> Registers {
+        if V7 {
+            // T0SZ is 32 less the bits of input, in four bits and a sign.
+            let size = u64::from(32u32.wrapping_sub(f.input)) & 0xf | u64::from(f.input > 32) << 4;
+            let vtcr = 1 << 31 | table_control(f.granule, f.input) & !0xff | start_level(f) << 6 | size;
+            return Register::list([Register::new("VTTBR", root), Register::new("VTCR", vtcr)]);
+        }
         let vtcr = table_control(f.granule, f.input)
             | start_level(f) << 6
             | output_size(f.output) << 16    // PS
             | 1 << 31                        // RES1
             | if f.dirty { 0b11 << 21 } else { 0 } // HA, HD
             | ds(f.granule, f.output) << 32;
-        [Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)].into()
+        Register::list([Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)])
     }
 }
 
 /// `SL0`: counts up from the level that two levels of 4 KiB granules, or one level of larger ones, start at.
-pub(super) fn start_level(f: &Fields) -> u64 {
+fn start_level(f: &Fields) -> u64 {
     u64::from(f.levels) - if f.granule == 12 { 2 } else { 1 }
 }
 
@@ -151,7 +158,7 @@ mod tests {
         type D = Arm64S2<12, 48, false, 48, true>;
         assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::RW), 0x0048_0000_1234_577f);
         assert_eq!(D::decode(3, 0x0048_0000_1234_57ff), Entry::Leaf { out: 0x1234_5000, access: Access::RW });
-        assert_eq!((D::NAME, D::registers(0)[1].value), ("arm64-s2-4k-dirty", 0x8065_3590));
+        assert_eq!((D::NAME, D::registers(0).nth(1).unwrap().value), ("arm64-s2-4k-dirty", 0x8065_3590));
         // FEAT_LPA2: no SH, address bits 51:50 in its place
         type M = Arm64S2<14, 52, false, 52>;
         assert_eq!(M::encode_leaf(3, 0xe_0000_1234_4000, Access::RW), 0x0042_0000_1234_47ff);
@@ -190,7 +197,7 @@ mod tests {
     /// Fields of `VTCR_EL2`, from the register's own page of DDI 0487.
     #[test]
     fn registers() {
-        let vtcr = |r: Registers| r[1].value;
+        let vtcr = |mut r: Registers| r.nth(1).unwrap().value;
         assert_eq!(vtcr(Arm64S2_4k::registers(0)), 0x8005_3590); // SL0 2: level 0
         assert_eq!(vtcr(Arm64S2::<12, 40>::registers(0)), 0x8005_3558); // SL0 1: level 1
         assert_eq!(vtcr(Arm64S2_16k::registers(0)), 0x8005_b590); // SL0 2: level 1

@@ -217,7 +217,7 @@ impl Format for Armv7 {
     }
 
     fn registers(root: u64) -> Registers {
-        [Register::new("TTBR0", root | 0x6a), Register::new("TTBCR", 0), Register::new("DACR", 1)].into()
+        Register::list([Register::new("TTBR0", root | 0x6a), Register::new("TTBCR", 0), Register::new("DACR", 1)])
     }
 }
 

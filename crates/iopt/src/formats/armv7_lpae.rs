@@ -1,11 +1,8 @@
 //! ARMv7-A long-descriptor tables (LPAE), both stages.
 
-use dmalane_addr::Access;
-
-use super::arm64::*;
-use super::arm64_s1::{MAIR, PXN, Stage1, UXN};
-use super::arm64_s2::{Stage2, start_level};
-use crate::{Register, Registers};
+use super::arm64::Arm64;
+use super::arm64_s1::Stage1;
+use super::arm64_s2::Stage2;
 
 /// ARMv7-A long descriptors (LPAE), stage 1: 32-bit input, 40-bit output, three levels (a root of four entries), leaves
 /// of 1 GiB, 2 MiB and 4 KiB.
@@ -19,7 +16,7 @@ use crate::{Register, Registers};
 ///
 /// Registers beside it: `TTBR0` = the root; `TTBCR` = `EAE`, `EPD1`, `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `T0SZ
 /// = 0`; `MAIR0` attributes as [`Arm64S1`](crate::Arm64S1) has them.
-pub type Armv7LpaeS1 = Arm64<LpaeStage1, 12, 32, false, 40>;
+pub type Armv7LpaeS1 = Arm64<Stage1<true>, 12, 32, false, 40>;
 
 /// ARMv7-A long descriptors, stage 2: 40-bit input and output, three levels (a root of two tables).
 ///
@@ -28,84 +25,15 @@ pub type Armv7LpaeS1 = Arm64<LpaeStage1, 12, 32, false, 40>;
 ///
 /// Registers beside it: `VTTBR` = the root; `VTCR` = `T0SZ = -8` with its sign in `S`, `SL0 = 1`, `SH0 = 0b11`,
 /// `IRGN0 = ORGN0 = 0b01`; `HCR.VM = 1`.
-pub type Armv7LpaeS2 = Arm64<LpaeStage2, 12, 40, false, 40>;
-
-/// Rights, memory types and registers of stage 1.
-#[derive(Clone, Copy, Debug)]
-pub struct LpaeStage1;
-
-/// Rights, memory types and registers of stage 2.
-#[derive(Clone, Copy, Debug)]
-pub struct LpaeStage2;
-
-impl ArmStage for LpaeStage1 {
-    const STAGE: &'static str = Stage1::STAGE;
-    const NAME: Option<&'static str> = Some("armv7-lpae-s1");
-    const ROOT_BITS: u32 = Stage1::ROOT_BITS;
-    const DIRTY: u64 = 0;
-    const DIRTY_IS_CLEAR: bool = false;
-
-    fn supports(access: Access, dirty: bool) -> bool {
-        Stage1::supports(access, dirty)
-    }
-
-    #[inline]
-    fn encode(access: Access, dirty: bool) -> u64 {
-        let leaf = Stage1::encode(access, dirty);
-        if access.contains(Access::EXEC) { leaf & !UXN } else { leaf }
-    }
-
-    #[inline]
-    fn decode(leaf: u64, dirty: bool) -> Access {
-        // XN holds for privileged accesses too.
-        Stage1::decode(if leaf & UXN != 0 { leaf | PXN } else { leaf }, dirty)
-    }
-
-    #[inline]
-    fn inherit(table: u64, leaf: u64) -> u64 {
-        Stage1::inherit(table, leaf)
-    }
-
-    fn registers(f: &Fields, root: u64) -> Registers {
-        // The fields from bit 8 on are where those of TCR are; T0SZ is 32 less the bits of input.
-        let ttbcr = 1 << 31 | 1 << 23 | table_control(f.granule, f.input) & !0xff | u64::from(32 - f.input);
-        [Register::new("TTBR0", root), Register::new("TTBCR", ttbcr), Register::new("MAIR0", MAIR)].into()
-    }
-}
-
-impl ArmStage for LpaeStage2 {
-    const STAGE: &'static str = Stage2::STAGE;
-    const NAME: Option<&'static str> = Some("armv7-lpae-s2");
-    const ROOT_BITS: u32 = Stage2::ROOT_BITS;
-    const DIRTY: u64 = 0;
-    const DIRTY_IS_CLEAR: bool = false;
-
-    fn supports(access: Access, dirty: bool) -> bool {
-        Stage2::supports(access, dirty)
-    }
-
-    #[inline]
-    fn encode(access: Access, dirty: bool) -> u64 {
-        Stage2::encode(access, dirty)
-    }
-
-    #[inline]
-    fn decode(leaf: u64, dirty: bool) -> Access {
-        Stage2::decode(leaf, dirty)
-    }
-
-    fn registers(f: &Fields, root: u64) -> Registers {
-        // T0SZ is 32 less the bits of input, in four bits and a sign.
-        let size = u64::from(32u32.wrapping_sub(f.input)) & 0xf | u64::from(f.input > 32) << 4;
-        let vtcr = 1 << 31 | table_control(f.granule, f.input) & !0xff | start_level(f) << 6 | size;
-        [Register::new("VTTBR", root), Register::new("VTCR", vtcr)].into()
-    }
-}
+pub type Armv7LpaeS2 = Arm64<Stage2<true>, 12, 40, false, 40>;
 
 #[cfg(test)]
 mod tests {
+    use dmalane_addr::Access;
+
+    use super::super::arm64_s1::UXN;
     use super::*;
-    use crate::{Entry, Format, TableShape};
+    use crate::{Entry, Format, Registers, TableShape};
 
     /// Put together by hand from the figures of DDI 0406, section B3.6.
     #[test]
@@ -126,7 +54,7 @@ mod tests {
     /// Fields of `TTBCR` and `VTCR`, from the registers' own pages.
     #[test]
     fn registers() {
-        let values = |r: Registers| r.iter().map(|r| r.value).collect::<alloc::vec::Vec<_>>();
+        let values = |r: Registers| r.map(|r| r.value).collect::<alloc::vec::Vec<_>>();
         assert_eq!(values(Armv7LpaeS1::registers(0x12_3456_7000)), [0x12_3456_7000, 0x8080_3500, 0x44_04ff]);
         assert_eq!(values(Armv7LpaeS2::registers(0x12_3456_8000)), [0x12_3456_8000, 0x8000_3558]);
         let shape = TableShape::of::<Armv7LpaeS2>();

@@ -139,35 +139,50 @@ const fn is_name(name: &str, in_list: &str) -> bool {
     name.len() == in_list.len()
 }
 
+/// Constants of a format, and what its leaves express.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FormatFacts {
+    /// [`Format::NAME`].
+    pub name: &'static str,
+    /// [`Format::PAGE_SIZES`].
+    pub page_sizes: PageSizes,
+    /// [`Format::INPUT_BITS`].
+    pub input_bits: u32,
+    /// [`Format::OUTPUT_BITS`].
+    pub output_bits: u32,
+    /// The sizes of the format's tables.
+    pub shape: TableShape,
+    /// [`Format::supports`].
+    pub supports: fn(Access) -> bool,
+}
+
+impl FormatFacts {
+    /// Those of a format.
+    #[inline(always)]
+    pub const fn of<F: Format>() -> &'static Self {
+        const {
+            &Self {
+                name: F::NAME,
+                page_sizes: F::PAGE_SIZES,
+                input_bits: F::INPUT_BITS,
+                output_bits: F::OUTPUT_BITS,
+                shape: TableShape::of::<F>(),
+                supports: F::supports,
+            }
+        }
+    }
+}
+
 impl FormatId {
     /// [`Format::NAME`].
     pub fn name(self) -> &'static str {
-        with_format!(self, F => F::NAME)
+        self.facts().name
     }
 
-    /// [`Format::PAGE_SIZES`].
-    pub fn page_sizes(self) -> PageSizes {
-        with_format!(self, F => F::PAGE_SIZES)
-    }
-
-    /// [`Format::INPUT_BITS`].
-    pub fn input_bits(self) -> u32 {
-        with_format!(self, F => F::INPUT_BITS)
-    }
-
-    /// [`Format::OUTPUT_BITS`].
-    pub fn output_bits(self) -> u32 {
-        with_format!(self, F => F::OUTPUT_BITS)
-    }
-
-    /// [`Format::supports`].
-    pub fn supports(self, access: Access) -> bool {
-        with_format!(self, F => F::supports(access))
-    }
-
-    /// The sizes of the format's tables.
-    pub fn table_shape(self) -> TableShape {
-        with_format!(self, F => TableShape::of::<F>())
+    /// Of the format.
+    pub fn facts(self) -> &'static FormatFacts {
+        with_format!(self, F => FormatFacts::of::<F>())
     }
 }
 
@@ -217,9 +232,10 @@ mod tests {
             assert_eq!(format.name().parse(), Ok(*format));
         }
         assert_eq!(FormatId::arm64_s2_16k_40.name(), "arm64-s2-16k-40");
-        assert_eq!((FormatId::agx_uat.input_bits(), FormatId::armv7_short.output_bits()), (39, 32));
+        assert_eq!((FormatId::agx_uat.facts().input_bits, FormatId::armv7_short.facts().output_bits), (39, 32));
         // A page of Arm's second stage can be write-only, one of x86 cannot.
-        let write_only = [FormatId::arm64_s2_4k, FormatId::x86_64_4level].map(|format| format.supports(Access::WRITE));
+        let write_only =
+            [FormatId::arm64_s2_4k, FormatId::x86_64_4level].map(|format| (format.facts().supports)(Access::WRITE));
         assert_eq!(write_only, [true, false]);
         let error = "arm64_s1_4k".parse::<FormatId>().unwrap_err();
         assert_eq!(error, UnknownFormat { name: "arm64_s1_4k".to_owned() });

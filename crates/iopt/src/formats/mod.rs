@@ -22,9 +22,9 @@ pub use arm64_s1::{Arm64S1, Arm64S1_4k, Arm64S1_16k, Arm64S1_64k};
 pub use arm64_s2::{Arm64S2, Arm64S2_4k, Arm64S2_16k, Arm64S2_64k};
 pub use armv7::Armv7;
 pub use armv7_lpae::{Armv7LpaeS1, Armv7LpaeS2};
-pub use list::FormatId;
 #[cfg(feature = "alloc")]
 pub use list::UnknownFormat;
+pub use list::{FormatFacts, FormatId};
 pub use riscv::{RiscvSv, RiscvSv39, RiscvSv48, RiscvSv57};
 pub use stand_in::StandIn;
 pub use vtd::{VtdSecond, VtdSecond39, VtdSecond48, VtdSecond57};

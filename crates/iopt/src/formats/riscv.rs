@@ -195,7 +195,7 @@ impl<const L: u32, const N: bool, const P: bool> Format for RiscvSv<L, N, P> {
     }
 
     fn registers(root: u64) -> Registers {
-        [Register::new("satp", u64::from(L + 5) << 60 | root >> 12)].into()
+        Register::list([Register::new("satp", u64::from(L + 5) << 60 | root >> 12)])
     }
 }
 
@@ -220,8 +220,8 @@ mod tests {
         assert_eq!(N::decode(2, 0x8000_0000_2000_2053), Entry::Leaf { out: 0x8000_0000, access: Access::READ });
         assert_eq!(N::decode(2, 0x8000_0000_2000_1053), Entry::Invalid, "a size that is reserved");
         assert_eq!(N::decode(1, 0x8000_0000_2000_2053), Entry::Invalid, "a level without NAPOT pages");
-        assert_eq!(F::registers(0x8000_1000)[0].value, 0x8000_0000_0008_0001);
-        assert_eq!(RiscvSv57::registers(0x8000_1000)[0].value, 0xa000_0000_0008_0001);
+        assert_eq!(F::registers(0x8000_1000).next().unwrap().value, 0x8000_0000_0008_0001);
+        assert_eq!(RiscvSv57::registers(0x8000_1000).next().unwrap().value, 0xa000_0000_0008_0001);
     }
 
     #[test]

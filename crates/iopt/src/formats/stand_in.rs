@@ -3,7 +3,7 @@
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use crate::format::MAX_LEVELS;
-use crate::{Entry, Format, Registers};
+use crate::{Entry, Format, Register, Registers};
 
 /// A format whose tables no device walks: only what made them reads them. It stands for every format with granules of
 /// 2^`GRANULE` bytes (12, 14 or 16) and tables as long as a granule, those with groups or those without:
@@ -122,6 +122,6 @@ impl<const G: u32, const C: bool> Format for StandIn<G, C> {
 
     /// None: there is nothing to program into a device.
     fn registers(_root: u64) -> Registers {
-        [].into()
+        Register::list([])
     }
 }

@@ -112,11 +112,10 @@ impl<const L: u32> Format for VtdSecond<L> {
     }
 
     fn registers(root: u64) -> Registers {
-        [
+        Register::list([
             Register::new("context entry, bits 63:0", root | 1),
             Register::new("context entry, bits 127:64", u64::from(L - 2)),
-        ]
-        .into()
+        ])
     }
 }
 
@@ -145,6 +144,6 @@ mod tests {
         assert_eq!(F::decode(1, 0x4020_0083), Entry::Invalid, "2 MiB alignment in a 1 GiB leaf");
         assert_eq!(VtdSecond39::decode(0, 0x4000_0083), Entry::Leaf { out: 0x4000_0000, access: Access::RW });
         assert!(!F::supports(Access::READ | Access::EXEC));
-        assert_eq!(F::registers(0x5000)[1].value, 0b010, "AW of 4 levels");
+        assert_eq!(F::registers(0x5000).nth(1).unwrap().value, 0b010, "AW of 4 levels");
     }
 }

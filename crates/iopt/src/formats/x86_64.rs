@@ -154,8 +154,11 @@ impl<const L: u32> Format for X86_64<L> {
 
     fn registers(root: u64) -> Registers {
         let la57 = if L == 5 { 1 << 12 } else { 0 };
-        [Register::new("CR3", root), Register::new("CR4", 1 << 5 | la57), Register::new("IA32_EFER", 1 << 8 | 1 << 11)]
-            .into()
+        Register::list([
+            Register::new("CR3", root),
+            Register::new("CR4", 1 << 5 | la57),
+            Register::new("IA32_EFER", 1 << 8 | 1 << 11),
+        ])
     }
 }
 

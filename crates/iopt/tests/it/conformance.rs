@@ -440,7 +440,7 @@ fn table_images_agree<F: Format>(format: FormatId, ops: &[Op], pages: u64, base:
         prop_assert!(image.bytes() == bytes, "the bytes differ");
         prop_assert_eq!(image.tables(), slots - roots + 1);
         prop_assert_eq!(image.leaf_counts().collect::<Vec<_>>(), table.leaf_counts().collect::<Vec<_>>());
-        prop_assert_eq!(image.registers(), table.registers());
+        prop_assert!(image.registers().eq(table.registers()));
     }
     Ok(())
 }
@@ -600,7 +600,7 @@ fn table_memory<F: Format>() {
     if (shape.root, shape.table) == (PageSize::SIZE_4K, PageSize::SIZE_4K) {
         assert_eq!(plain(1).unwrap().into_tables().0.in_use(), 0);
     }
-    assert!(!F::registers(1 << 16).is_empty());
+    assert!(F::registers(1 << 16).len() > 0);
     // The memory of one format serves another after it was given back.
     let table = Table::<Armv7, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
     let table = Table::<F, _>::new(table.into_tables()).unwrap();

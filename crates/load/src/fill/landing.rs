@@ -177,9 +177,29 @@ impl Landed {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_dma::MemfdHeap;
+    use dmalane_dma::{HeapCapabilities, HeapStats, MemfdHeap};
 
     use super::*;
+
+    struct Refuses;
+
+    impl Heap for Refuses {
+        fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+            Err(Error::BadLength(len))
+        }
+
+        fn capabilities(&self) -> HeapCapabilities {
+            MemfdHeap::new().capabilities()
+        }
+
+        fn stats(&self) -> HeapStats {
+            HeapStats::default()
+        }
+
+        fn name(&self) -> &'static str {
+            "none"
+        }
+    }
 
     #[test]
     fn landing_places_are_used_again_by_other_jobs() {
@@ -205,8 +225,7 @@ mod tests {
         let mut reserved = vec![MemfdHeap::starting_at(PageKind::Base).reserve(8 << 20).unwrap()];
         assert!(Landing::new(&reserved, 2 << 20, |_| false).is_none(), "there is no room");
         let mut landing = Landing::new(&reserved, 2 << 20, |more| more == BYTES).unwrap();
-        let refused = |len| Err(Error::BadLength(len));
-        landing.heap = Pool::new(dmalane_dma::DriverHeap::new("none", refused), 0);
+        landing.heap = Pool::new(Refuses, 0);
         let place = |landing: &Landing| landing.take().map_or(None, |place| place);
         let (first, second) = (place(&landing).unwrap(), place(&landing).unwrap());
         let chunk = reserved[0].next(2 << 20).unwrap();

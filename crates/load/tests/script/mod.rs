@@ -207,3 +207,11 @@ pub fn random_job(random: &mut Random, sources: usize, source_len: u64) -> Job {
     }
     job
 }
+
+/// KiB in a line of `/proc/self/status`.
+#[allow(dead_code)] // not all of the tests that share this file count memory
+pub fn kib(name: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+    line.unwrap().trim().trim_end_matches(" kB").parse().unwrap()
+}

@@ -313,7 +313,7 @@ fn the_kernels_tables_say_what_was_mapped() {
     let found = all.check(bdf, &peers);
     let sizes: Vec<u64> = match found.format.name().starts_with("amd") {
         true => (12..=30).map(|log| 1 << log).collect(),
-        false => found.format.page_sizes().iter().map(PageSize::bytes).collect(),
+        false => found.format.facts().page_sizes.iter().map(PageSize::bytes).collect(),
     };
     assert_eq!(found.sizes.into_keys().collect::<Vec<_>>(), sizes);
     // Without every second one.

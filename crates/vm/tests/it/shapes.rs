@@ -360,7 +360,7 @@ fn a_split_group_heals() {
         "armv7-short",
     ] {
         let format: FormatId = format.parse().unwrap();
-        let mut sizes = format.page_sizes().iter();
+        let mut sizes = format.facts().page_sizes.iter();
         let (page, group) = (sizes.next().unwrap().bytes(), sizes.next().unwrap());
         let range = Span::new(DeviceVa::new(0), 1 << 30).unwrap();
         let mut vm = any_vm(format, range, None, HeapTables::new(CardAddr::new(0))).unwrap();

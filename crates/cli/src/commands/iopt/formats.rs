@@ -18,7 +18,7 @@ const MOST_BYTES: u64 = 256 << 20;
 pub fn build(format: FormatId, spec: &Path, mappings: &[SpecMapping], base: u64) -> Result<TableImage, Failure> {
     let mut image = TableImage::new(format, PhysAddr::new(base), MOST_BYTES).map_err(|e| {
         Failure::because(format!("there can be no tables at --base {base:#x}"), &e)
-            .hint(format!("the root is aligned to its size, here {}", format.table_shape().root))
+            .hint(format!("the root is aligned to its size, here {}", format.facts().shape.root))
     })?;
     for (i, m) in mappings.iter().enumerate() {
         let mapped = image.map(Iova::new(m.va.0), PhysAddr::new(m.pa.0), m.len.0, m.access);

@@ -19,9 +19,9 @@ pub fn formats(json: bool) -> Result<ExitCode, Failure> {
     let format = |format: &FormatId| {
         json!({
             "format": format.name(),
-            "page_bytes": format.page_sizes().iter().map(PageSize::bytes).collect::<Vec<_>>(),
-            "input_bits": format.input_bits(),
-            "output_bits": format.output_bits(),
+            "page_bytes": format.facts().page_sizes.iter().map(PageSize::bytes).collect::<Vec<_>>(),
+            "input_bits": format.facts().input_bits,
+            "output_bits": format.facts().output_bits,
             "access": accesses(*format),
         })
     };
@@ -32,8 +32,9 @@ pub fn formats(json: bool) -> Result<ExitCode, Failure> {
     output::tell(json, all, || {
         let mut table = Table::new("lrrl", ["format", "input", "output", "page sizes"]);
         for format in FormatId::ALL {
-            let pages: Vec<_> = format.page_sizes().iter().map(|size| size.to_string()).collect();
-            let [input, output] = [format.input_bits(), format.output_bits()].map(|bits| format!("{bits} bits"));
+            let facts = format.facts();
+            let pages: Vec<_> = facts.page_sizes.iter().map(|size| size.to_string()).collect();
+            let [input, output] = [facts.input_bits, facts.output_bits].map(|bits| format!("{bits} bits"));
             table.row([format.name().to_owned(), input, output, pages.join(" ")]);
         }
         table.text()
@@ -43,7 +44,7 @@ pub fn formats(json: bool) -> Result<ExitCode, Failure> {
 /// The rights that a leaf can grant.
 fn accesses(format: FormatId) -> Vec<String> {
     let all = (1..=Access::all().bits()).map(Access::from_bits_truncate);
-    all.filter(|access| format.supports(*access)).map(|access| access.to_string()).collect()
+    all.filter(|access| (format.facts().supports)(*access)).map(|access| access.to_string()).collect()
 }
 
 /// The tables that were built.
@@ -62,7 +63,7 @@ pub fn built(format: FormatId, output: &Path, base: u64, built: &TableImage, jso
             "tables": built.tables(),
             "mapped_bytes": built.leaf_counts().map(|(page, count)| page.bytes() * count).sum::<u64>(),
             "leaves": built.leaf_counts().map(leaf).collect::<Value>(),
-            "registers": built.registers().iter().map(register).collect::<Value>(),
+            "registers": built.registers().map(|r| register(&r)).collect::<Value>(),
         })
     };
     output::tell(json, all, || built_text(format, output, base, built))
@@ -80,8 +81,8 @@ fn built_text(format: FormatId, output: &Path, base: u64, built: &TableImage) ->
         built.tables(),
         base
     );
-    let width = built.registers().iter().map(|r| r.name.len()).max().unwrap_or(0);
-    for (i, register) in built.registers().iter().enumerate() {
+    let width = built.registers().map(|r| r.name.len()).max().unwrap_or(0);
+    for (i, register) in built.registers().enumerate() {
         let label = if i == 0 { "registers" } else { "" };
         text += &format!("{label:<11}{:<width$}  {:#x}\n", register.name, register.value);
     }

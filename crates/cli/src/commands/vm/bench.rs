@@ -79,8 +79,8 @@ impl Bench {
 
     fn in_tables(&self) -> Result<(), Failure> {
         let no_vm = |e: Error| Failure::because(format!("no tables of {}", self.format), &e);
-        let whole = Span::new(DeviceVa::new(0), 1 << self.format.input_bits()).expect("at most 63 bits");
-        let limit = TABLE_BYTES / self.format.table_shape().table.bytes();
+        let whole = Span::new(DeviceVa::new(0), 1 << self.format.facts().input_bits).expect("at most 63 bits");
+        let limit = TABLE_BYTES / self.format.facts().shape.table.bytes();
         let tables = HeapTables::with_limit(CardAddr::new(0), limit as usize);
         let mut vm = any_vm(self.format, whole, None, tables).map_err(no_vm)?;
         let (page, first) = (self.page(vm.granule())?, vm.range().first());
