@@ -134,7 +134,8 @@ class Device:
         """Loads files; returns their tensors, at multiples of `align` bytes at least, and the report."""
     def alloc(self, size: int) -> int:
         """Takes device memory until the device is closed; returns its address."""
-    def write(self, address: int, data: bytes | memoryview | Tensor | Buffer) -> None: ...
+    def write(self, address: int, data: Any) -> None:
+        """Copies a buffer whose bytes lie one behind the other, such as bytes or an array of NumPy."""
     def read(self, address: int, size: int) -> bytes: ...
     def copy(self, source: int, to: int, size: int) -> None:
         """Copies within the device; the ranges do not overlap."""

@@ -47,7 +47,8 @@ impl InFlight {
 
     /// Bytes of host memory that the operations in flight use.
     pub(crate) fn bytes(&self) -> u64 {
-        self.full.iter().flatten().chain(&self.last).map(|ended| ended.operation.bytes()).sum()
+        let hosts = self.full.iter().flatten().chain(&self.last).flat_map(|ended| ended.operation.hosts());
+        hosts.map(|host| host.slice.len() as u64).sum()
     }
 
     /// True for the number of an operation in flight.

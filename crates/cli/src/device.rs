@@ -92,6 +92,9 @@ pub fn cannot_open(error: &OpenError) -> Failure {
             let message = format!("the device has no channel {wanted}, it has {has}, numbered from 0");
             return Failure::usage(message).hint("--mm-channel auto uses all channels");
         }
+        OpenError::Drive(load::Error::MixedQueues) => {
+            return Failure::usage("--mm-channel takes auto or numbers, not both");
+        }
         OpenError::Device { spec, source } => (spec, &**source),
         _ => return Failure::because("cannot open the device", error),
     };

@@ -9,7 +9,7 @@ use dmalane_addr::{Address, CardAddr, PageSize, RangeAllocator, RangeError, Segm
 use thiserror::Error;
 
 use crate::Region;
-use crate::size::binary_up;
+use crate::size::{binary, binary_up};
 
 /// Where a buffer goes in a device's memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -83,7 +83,7 @@ pub enum MemoryError {
     #[error(
         "too little device memory is free{}: {} are needed, {} of them in one piece at a multiple of {align}, and the \
          largest free piece has {}",
-        place(placement), binary_up(*needed), binary_up(*range), binary_up(*largest)
+        place(placement), binary_up(*needed), binary_up(*range), binary(*largest)
     )]
     Full {
         /// Bytes asked for.
@@ -458,10 +458,9 @@ impl DeviceMemory {
         let segments: Vec<_> = segments.into_iter().collect();
         self.give_back(segments.iter().copied())?;
         if let Some(Driven { by, ranges }) = &mut self.driver {
-            for s in segments {
-                if let Some(at) = ranges.iter().position(|range| (range.first(), range.len()) == (s.addr, s.len)) {
-                    by.free(ranges.swap_remove(at));
-                }
+            // A merged segment is of several ranges.
+            for freed in segments.iter().filter_map(|s| Span::new(s.addr, s.len)) {
+                ranges.extract_if(.., |range| freed.covers(range)).for_each(|range| by.free(range));
             }
         }
         self.trim();
@@ -697,6 +696,11 @@ mod tests {
         m.free(ddr.segments()).unwrap();
         live(0);
         assert_eq!(m.free_bytes(), free);
+        // One behind the other, and freed as one.
+        let [first, second] = [MIB, MIB].map(|len| m.reserve(len).unwrap());
+        assert_eq!(first.last().checked_add(1), Some(second.first()));
+        m.free([Segment { addr: first.first(), len: 2 * MIB }]).unwrap();
+        live(0);
         m.reserve(2 * MIB).unwrap();
         live(2 * MIB);
         drop(m);

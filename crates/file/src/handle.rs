@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use dmalane_dma::lock;
 use rustix::fs::{Mode as Permissions, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::{Resource, getrlimit};
 
 /// An open file. A regular file that was opened by its name is closed when too many others were opened since, and
@@ -205,10 +205,16 @@ fn close_down_to(most: usize) {
 /// The kernel's.
 pub fn open_at_once(path: &Path) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let file = rustix::fs::open(path, flags, Permissions::empty())?;
-    // Reads wait all the same: a writer that is there may be slow, and io_uring would give up.
-    rustix::fs::fcntl_setfl(&file, OFlags::empty())?;
-    Ok(file.into())
+    match retry_on_intr(|| rustix::fs::open(path, flags, Permissions::empty())) {
+        Ok(file) => {
+            // Reads wait all the same: a writer that is there may be slow, and io_uring would give up.
+            rustix::fs::fcntl_setfl(&file, OFlags::empty())?;
+            Ok(file.into())
+        }
+        // Of a file: another process has a lease, which it gives back when it is asked to.
+        Err(Errno::AGAIN) if path.is_file() => File::open(path),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// Opens something, and once more with half of the files closed where there are no descriptors left.

@@ -253,9 +253,12 @@ impl OpenDevice {
     /// Takes the queues of a device and drives them as one. It has nothing loaded.
     ///
     /// # Errors
-    /// [`Error::NoQueue`] for a queue that it does not have, or none at all.
+    /// [`Error::NoQueue`] for a queue that it does not have, or none at all; [`Error::MixedQueues`].
     pub fn new(mut device: Box<dyn Device>, options: DriveOptions) -> Result<Self, Error> {
         let choice: Vec<usize> = options.queues.entries().iter().flatten().copied().collect();
+        if !choice.is_empty() && choice.len() < options.queues.entries().len() {
+            return Err(Error::MixedQueues);
+        }
         let (info, queues, registrar) = (device.info(), device.take_queues(), device.registrar());
         let has = queues.len();
         if let Some(wanted) = choice.iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {

@@ -108,6 +108,9 @@ pub enum Error {
         /// Why not.
         source: MemoryError,
     },
+    /// Some queues are chosen by number, and some are not.
+    #[error("queues are chosen by `auto` or by numbers, not by both")]
+    MixedQueues,
     /// The device has no such queue.
     #[error("the device has no queue {wanted}, it has {has}")]
     NoQueue {

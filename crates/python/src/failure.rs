@@ -45,7 +45,7 @@ impl Failure {
         self
     }
 
-    fn path(self, path: &Path) -> Self {
+    pub(crate) fn path(self, path: &Path) -> Self {
         self.text("path", path.display().to_string())
     }
 

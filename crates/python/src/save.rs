@@ -49,13 +49,14 @@ pub(crate) fn save_file(
     let mut header = serde_json::to_vec(&header).map_err(|e| PyValueError::new_err(e.to_string()))?;
     header.resize(header.len().next_multiple_of(8), b' ');
     let mut raised = None;
-    let output = Output::new(path).replace(overwrite);
+    let output = Output::new(&path).replace(overwrite);
     let written = output.write_with(|out| {
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(&header)?;
         let mut write = |_, block: &[u8]| {
-            let failed = |e| Failure::new("FileError", format!("cannot write: {e}")).io(&e);
-            out.write_all(block).map_err(failed)
+            out.write_all(block).map_err(|e| {
+                Failure::new("FileError", format!("{}: cannot write: {e}", path.display())).path(&path).io(&e)
+            })
         };
         sorted.iter().try_for_each(|(.., bytes, _)| each_block(py, bytes, &mut write)).map_err(|error| {
             raised = Some(error);

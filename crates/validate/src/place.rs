@@ -67,22 +67,28 @@ impl Layout {
         len: u64,
         have: u64,
     ) -> Result<(u64, u64), ValidateError> {
-        match self.offset_of(position, positions, len, have)? {
+        match self.offset_of(position, positions, len, (memory, have))? {
             (_, needed) if needed > have => Err(ValidateError::TooSmall { memory, needed, have }),
             place => Ok(place),
         }
     }
 
-    /// Where in a memory of `have` bytes the buffer at a position begins and ends.
-    fn offset_of(&self, position: u64, positions: u64, len: u64, have: u64) -> Result<(u64, u64), ValidateError> {
+    /// Where in a memory of so many bytes the buffer at a position begins and ends.
+    fn offset_of(
+        &self,
+        position: u64,
+        positions: u64,
+        len: u64,
+        (memory, have): (&'static str, u64),
+    ) -> Result<(u64, u64), ValidateError> {
         let stride = self.stride.unwrap_or(len);
         let end = |index: u64| {
             let at = index.checked_mul(stride)?.checked_add(self.offset)?;
             Some((at, at.checked_add(len)?))
         };
-        let too_small = |memory, needed| ValidateError::TooSmall { memory, needed, have };
+        let too_small = || ValidateError::TooSmall { memory, needed: u64::MAX, have };
         let Some(region) = self.paired else {
-            return end(position).ok_or_else(|| too_small("the memory", u64::MAX));
+            return end(position).ok_or_else(too_small);
         };
         let region = region.unwrap_or(have / 2 / PAGE * PAGE);
         let last = end(positions.div_ceil(2).saturating_sub(1)).map_or(u64::MAX, |(_, end)| end);
@@ -90,15 +96,15 @@ impl Layout {
             return Err(ValidateError::TooSmall { memory: "the region of a channel", needed: last, have: region });
         }
         // Both fit into the region, whose sum is checked.
-        let (at, to) = end(position / 2).ok_or_else(|| too_small("the memory", u64::MAX))?;
+        let (at, to) = end(position / 2).ok_or_else(too_small)?;
         let base = region * (position % 2);
-        to.checked_add(base).map(|to| (at + base, to)).ok_or_else(|| too_small("the memory", u64::MAX))
+        to.checked_add(base).map(|to| (at + base, to)).ok_or_else(too_small)
     }
 
     /// Bytes that buffers of these lengths at all positions reach to, from the start of a memory.
     pub fn end(&self, positions: u64, len: u64) -> Result<u64, ValidateError> {
-        let have = self.memories.least();
-        let mut ends = (0..positions).map(|position| Ok(self.offset_of(position, positions, len, have)?.1));
+        let memory = ("the memory", self.memories.least());
+        let mut ends = (0..positions).map(|position| Ok(self.offset_of(position, positions, len, memory)?.1));
         ends.try_fold(0, |most, end: Result<u64, ValidateError>| Ok(most.max(end?)))
     }
 
@@ -241,10 +247,10 @@ mod tests {
         assert_eq!(upper, [(CardAddr::new((1 << 38) + (33 << 20) + 4096), 1 << 20)]);
         for (layout, memory) in [
             (layout(Some(32 << 20), None), "HBM"),
-            (layout(Some(u64::MAX - 4095), None), "the memory"),
+            (layout(Some(u64::MAX - 4095), None), "HBM"),
             (layout(None, Some(Some(1 << 20))), "the region of a channel"),
             (layout(None, Some(Some(63 << 20))), "HBM"),
-            (layout(None, Some(Some(u64::MAX - 4095))), "the memory"),
+            (layout(None, Some(Some(u64::MAX - 4095))), "HBM"),
         ] {
             let error = at(layout, 3).unwrap_err();
             assert!(matches!(error, TooSmall { memory: named, .. } if named == memory), "{memory}: {error}");

@@ -1,7 +1,9 @@
 """Saving, and the package itself."""
 
 import ast
+import errno
 import os
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -48,6 +50,17 @@ def test_a_view_is_saved_as_it_looks(tmp_path):
     dmalane.save_file({"t": array.T, "part": array[1:3, ::2]}, tmp_path / "m.safetensors")
     loaded = dmalane.load_file(tmp_path / "m.safetensors")
     assert np.array_equal(loaded["t"], array.T) and np.array_equal(loaded["part"], array[1:3, ::2])
+
+
+def test_a_write_that_fails_names_the_file_and_leaves_none(tmp_path):
+    path, limits = tmp_path / "m.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(dmalane.FileError, match="cannot write") as error:
+            dmalane.save_file({"a": np.zeros(1 << 20, np.uint8)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (error.value.path, error.value.errno) == (str(path), errno.EFBIG) and os.listdir(tmp_path) == []
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -124,9 +124,6 @@ impl Load {
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         self.consent.check(&self.device)?;
-        if self.mm_channel.entries().len() > 1 && self.mm_channel.entries().contains(&None) {
-            return Err(Failure::usage("--mm-channel takes auto or numbers, not both"));
-        }
         let named: Vec<PathBuf> = self.files.iter().chain(&self.run.manifest).cloned().collect();
         source::check(&named)?;
         let set = model::set(&self.files)?;

@@ -180,9 +180,14 @@ fn striped_buffers_need_an_mmu() {
 
 #[test]
 fn a_queue_that_is_not_there_is_refused() {
-    let drive = dmalane::load::DriveOptions { queues: "2".parse().unwrap(), ..Default::default() };
-    let error = OpenOptions { drive, ..OpenOptions::default() }.open(&SMALL.parse().unwrap()).err().unwrap();
-    assert_eq!(error.to_string(), "the device has no queue 2, it has 2");
+    for (queues, why) in [
+        ("2", "the device has no queue 2, it has 2"),
+        ("0,auto", "queues are chosen by `auto` or by numbers, not by both"),
+    ] {
+        let drive = dmalane::load::DriveOptions { queues: queues.parse().unwrap(), ..Default::default() };
+        let error = OpenOptions { drive, ..OpenOptions::default() }.open(&SMALL.parse().unwrap()).err().unwrap();
+        assert_eq!(error.to_string(), why);
+    }
 }
 
 #[test]

@@ -10,8 +10,8 @@
 //!
 //! In between, the range of logarithms moves from [9, 18] at nearly 0 over [0, 9] at 0.5 to [0, 0] at 1.
 //!
-//! With fragmentation, allocation takes the runs as they come, so that a buffer looks like the memory it came from and
-//! does not skim off the longest runs.
+//! With fragmentation, allocation takes the runs as they come, shuffled, so that a buffer looks like the memory it came
+//! from and does not skim off the longest runs.
 
 use dmalane_addr::{PageSize, PhysAddr, RangeAllocator, SgTable, Span};
 
@@ -61,12 +61,20 @@ impl Frames {
         while self.free_frames() < count {
             self.add_zone()?;
         }
-        let (mut table, mut left) = (SgTable::new(), count * FRAME);
+        let (mut runs, mut left) = (Vec::new(), count * FRAME);
         while left > 0 {
             let run = self.take(left);
-            table.push(run.first(), run.len())?;
             left -= run.len();
+            runs.push(run);
         }
+        if self.fragmentation > 0.0 {
+            // In no order, as on a machine that has been up for a while (Fisher and Yates' shuffle).
+            for i in (1..runs.len()).rev() {
+                runs.swap(i, self.random.below(i as u64 + 1) as usize);
+            }
+        }
+        let mut table = SgTable::new();
+        runs.iter().try_for_each(|run| table.push(run.first(), run.len()))?;
         Some(table)
     }
 
@@ -167,12 +175,15 @@ mod tests {
 
     #[test]
     fn the_same_seed_gives_the_same_frames() {
-        let table = |seed| {
-            let t = Frames::new(1 << 20, 0.5, seed).allocate(1000).unwrap();
-            t.segments().collect::<Vec<_>>()
-        };
-        assert_eq!(table(7), table(7));
-        assert_ne!(table(7), table(8));
+        for fragmentation in [0.5, 1.0] {
+            let table = |seed| {
+                let t = Frames::new(1 << 20, fragmentation, seed).allocate(1000).unwrap();
+                t.segments().map(|segment| segment.addr).collect::<Vec<_>>()
+            };
+            assert_eq!(table(7), table(7));
+            assert_ne!(table(7), table(8));
+            assert!(!table(7).is_sorted());
+        }
     }
 
     #[test]

@@ -127,7 +127,7 @@ impl Keep {
             // It reads this, and frees what it holds.
             let _ = orderly.write_all(&[0]);
         });
-        keeper.run(listener, end.as_fd())?;
+        keeper.run(listener, end.as_fd()).map_err(|e| Failure::because("the keeper cannot go on", &e))?;
         drop(first);
         match told.try_recv() {
             Ok(failure) => Err(failure),
