@@ -163,7 +163,8 @@ def every_buffer(gpu, folder):
 
 @pytest.mark.parametrize("way", [*ways([]), "load_into", "plan="])
 def test_what_is_done_does_not_grow_with_the_bytes_or_the_tensors(gpu, tmp_path, monkeypatch, way):
-    """Of 64 MiB in 100 tensors and of 1 GiB in 10 000. The driver keeps no contents, so the size costs no memory.
+    """Of 64 MiB in 100 tensors and of 1 GiB in 2000, in 10 000 by scripts/nightly. The driver keeps no contents, so the
+    size costs no memory.
 
     PyTorch allocates each tensor. Its stream is waited for once for each batch of tensors, of 256 MiB: what was there
     before may still be in use. Who asks for tensors one by one has one wait for each.
@@ -172,7 +173,8 @@ def test_what_is_done_does_not_grow_with_the_bytes_or_the_tensors(gpu, tmp_path,
     gpu.driver.control("idle 1")
     gpu.driver.control("delay 0")
     every_buffer(gpu, tmp_path)
-    for size, count in ((64 << 20, 100), (1 << 30, 100 if way in ("get_tensor", "get_slice") else 10_000)):
+    many = 10_000 if os.environ.get("DMALANE_LONG") else 2_000
+    for size, count in ((64 << 20, 100), (1 << 30, 100 if way in ("get_tensor", "get_slice") else many)):
         paths = sparse_shards(tmp_path, size, count)
         names = [f"layer.{shard}.{n}" for shard in range(5) for n in range(count // 5)]
         there = {}

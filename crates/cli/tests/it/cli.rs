@@ -266,6 +266,11 @@ fn a_file_that_cannot_be_opened_is_named_once() {
     assert_eq!(text, "dmalane: cannot open /no/such/file\ncause: No such file or directory (os error 2)\n");
     let text = complains(&["load", "/"], 1);
     assert!(text.starts_with("dmalane: /: cannot find its model\ncause: it holds no "), "{text}");
+    let folder = folder("torch");
+    std::fs::write(folder.join("pytorch_model.bin"), b"PK\x03\x04").unwrap();
+    let text = complains(&["load", folder.to_str().unwrap()], 1);
+    let advice = "; pytorch_model.bin may be a checkpoint of PyTorch: save its tensors as safetensors, ";
+    assert!(text.contains(advice), "{text}");
 }
 
 #[test]

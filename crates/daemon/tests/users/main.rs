@@ -687,7 +687,9 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
     // The first ones are no attacks.
     let first = if rounds.is_some() { 0 } else { attacks::COMPARISONS };
     let chosen = |(name, _): &&(&str, _)| only.as_deref().is_none_or(|only| only == *name);
-    for (name, _) in attacks::ATTACKS[first..].iter().filter(chosen) {
+    // Without figures every third one; all of them in scripts/nightly.
+    let step = if rounds.is_some() || std::env::var_os("DMALANE_LONG").is_some() { 1 } else { 3 };
+    for (name, _) in attacks::ATTACKS[first..].iter().filter(chosen).step_by(step) {
         let daemon = match rounds {
             Some(_) => Daemon::apart(|path| {
                 let mut command = Command::new("setsid");

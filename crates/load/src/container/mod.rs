@@ -19,6 +19,7 @@ use std::path::Path;
 
 pub(crate) use file::ContainerFile;
 pub use file::HEAD;
+pub(crate) use foreign::CONVERT;
 pub use format_error::FormatError;
 pub(crate) use lfs::lfs_pointer;
 pub use lfs::refuse_lfs_pointer;

@@ -13,10 +13,13 @@ use std::sync::Arc;
 
 pub use self::file::SetFile;
 use self::names::{LISTED, Name, choose, listed, whole_set};
-use crate::container::{CONTAINERS, Model, gguf, short};
+use crate::container::{CONTAINERS, CONVERT, Model, gguf, short};
 use crate::error::Error;
 use crate::kept;
 use crate::near::with_near_path;
+
+/// Extensions of PyTorch's checkpoints.
+const TORCH: [&str; 4] = ["bin", "ckpt", "pt", "pth"];
 
 /// The files that a path stands for.
 #[derive(Clone, Debug, Default)]
@@ -119,7 +122,12 @@ impl ModelSet {
         let kinds = CONTAINERS.iter().filter(|kind| kind.in_folders);
         wanted.extend(kinds.flat_map(|kind| kind.extensions).map(|extension| format!("*.{extension}")));
         let last = wanted.pop().unwrap_or_default();
-        Err(unknown(path, io::ErrorKind::NotFound, format!("it holds no {} or {last} file", wanted.join(", "))))
+        let mut why = format!("it holds no {} or {last} file", wanted.join(", "));
+        let is_of_torch = |name: &&PathBuf| name.extension().is_some_and(|end| TORCH.iter().any(|of| end == *of));
+        if let Some(name) = names.iter().filter(is_of_torch).find_map(|name| name.file_name()) {
+            why += &format!("; {} may be a checkpoint of PyTorch: {CONVERT}", name.display());
+        }
+        Err(unknown(path, io::ErrorKind::NotFound, why))
     }
 
     fn of_index(path: &Path) -> Result<Self, Error> {
