@@ -10,7 +10,7 @@ struct Foreign {
     hint: &'static str,
 }
 
-/// What to do with a checkpoint that runs code when it is opened.
+/// The advice for a checkpoint that runs code when it is opened.
 pub(crate) const CONVERT: &str = "save its tensors as safetensors, with a program that you trust to open it";
 
 /// Formats: PKWARE's APPNOTE, RFC 1952, RFC 8878, the first bytes of bzip2 and xz, the opcode PROTO of Python's

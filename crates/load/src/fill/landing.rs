@@ -51,7 +51,7 @@ pub(super) struct Landed(Mutex<Parts>);
 struct Parts {
     absent: Option<Absent>,
     buffer: usize,
-    /// What has arrived: its offset in the buffer, whether it was read, and its memory.
+    /// Parts that have arrived: offset in the buffer, whether it was read, and its memory.
     slices: Vec<(usize, bool, BufferSlice)>,
     /// Bytes that have not arrived.
     missing: usize,
