@@ -61,6 +61,18 @@ mod x86_64 {
         value
     }
 
+    /// As [`load_u32`], a word of 16 bits.
+    ///
+    /// # Safety
+    /// As for [`load_u32`].
+    #[inline]
+    pub(crate) unsafe fn load_u16(at: *const u16) -> u16 {
+        let value;
+        // SAFETY: as in `load_u32`.
+        unsafe { asm!("mov {0:x}, word ptr [{1}]", out(reg) value, in(reg) at, options(nostack, preserves_flags)) }
+        value
+    }
+
     /// As [`load_u32`], a word of 64 bits.
     ///
     /// # Safety
@@ -82,6 +94,16 @@ mod x86_64 {
         // SAFETY: writes the word at `at`, which the caller vouches for. The processor keeps stores in order, and
         // behind earlier loads.
         unsafe { asm!("mov dword ptr [{0}], {1:e}", in(reg) at, in(reg) value, options(nostack, preserves_flags)) }
+    }
+
+    /// As [`store_u32`], a word of 16 bits.
+    ///
+    /// # Safety
+    /// As for [`store_u32`].
+    #[inline]
+    pub(crate) unsafe fn store_u16(at: *mut u16, value: u16) {
+        // SAFETY: as in `store_u32`.
+        unsafe { asm!("mov word ptr [{0}], {1:x}", in(reg) at, in(reg) value, options(nostack, preserves_flags)) }
     }
 
     /// As [`store_u32`], a word of 64 bits.
@@ -216,6 +238,18 @@ mod aarch64 {
         value
     }
 
+    /// As [`load_u32`], a word of 16 bits.
+    ///
+    /// # Safety
+    /// As for [`load_u32`].
+    #[inline]
+    pub(crate) unsafe fn load_u16(at: *const u16) -> u16 {
+        let value;
+        // SAFETY: as in `load_u32`.
+        unsafe { asm!("ldarh {0:w}, [{1}]", out(reg) value, in(reg) at, options(nostack, preserves_flags)) }
+        value
+    }
+
     /// As [`load_u32`], a word of 64 bits.
     ///
     /// # Safety
@@ -236,6 +270,16 @@ mod aarch64 {
     pub(crate) unsafe fn store_u32(at: *mut u32, value: u32) {
         // SAFETY: writes the word at `at`, which the caller vouches for.
         unsafe { asm!("stlr {1:w}, [{0}]", in(reg) at, in(reg) value, options(nostack, preserves_flags)) }
+    }
+
+    /// As [`store_u32`], a word of 16 bits.
+    ///
+    /// # Safety
+    /// As for [`store_u32`].
+    #[inline]
+    pub(crate) unsafe fn store_u16(at: *mut u16, value: u16) {
+        // SAFETY: as in `store_u32`.
+        unsafe { asm!("stlrh {1:w}, [{0}]", in(reg) at, in(reg) value, options(nostack, preserves_flags)) }
     }
 
     /// As [`store_u32`], a word of 64 bits.

@@ -195,8 +195,8 @@ impl<'a> VolatileSlice<'a> {
         Some(())
     }
 
-    /// Reads bytes from `offset` on, aligned words of 32 and 64 bits in one access each, since the other side may write
-    /// them at any time. `None` for bytes that do not lie within.
+    /// Reads bytes from `offset` on, aligned words of 16, 32 and 64 bits in one access each, since the other side may
+    /// write them at any time. `None` for bytes that do not lie within.
     pub fn read_words(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         self.sub(offset, into.len())?;
         for word in aligned_words(self.ptr.addr().get().wrapping_add(offset), into.len()) {
@@ -204,6 +204,8 @@ impl<'a> VolatileSlice<'a> {
             match into.len() {
                 8 => into.copy_from_slice(&self.load_u64(at)?.to_le_bytes()),
                 4 => into.copy_from_slice(&self.load_u32(at)?.to_le_bytes()),
+                // SAFETY: within the mapping and aligned (`word`).
+                2 => into.copy_from_slice(&unsafe { processor::load_u16(self.word(at)?) }.to_le_bytes()),
                 len => self.sub(at, len)?.read(into),
             }
         }
@@ -219,6 +221,8 @@ impl<'a> VolatileSlice<'a> {
             match from[word] {
                 [a, b, c, d, e, f, g, h] => self.store_u64(at, u64::from_le_bytes([a, b, c, d, e, f, g, h]))?,
                 [a, b, c, d] => self.store_u32(at, u32::from_le_bytes([a, b, c, d]))?,
+                // SAFETY: within the mapping and aligned (`word`).
+                [a, b] => unsafe { processor::store_u16(self.word(at)?, u16::from_le_bytes([a, b])) },
                 ref bytes => self.sub(at, bytes.len())?.write(bytes),
             }
         }
@@ -304,6 +308,26 @@ mod tests {
         }
         let view = slice.as_volatile_slice();
         assert_eq!((view.read_words(4090, &mut [0; 7]), view.write_words(usize::MAX, &[0; 2])), (None, None));
+    }
+
+    /// Two threads write a word of each width, all of its bits equal: nobody reads a part of one.
+    #[test]
+    fn a_word_is_never_read_in_part() {
+        let slice = AnonHeap::new().allocate(4096).unwrap().share().into_slice();
+        let view = slice.as_volatile_slice();
+        for width in [2, 4, 8] {
+            view.fill(0);
+            std::thread::scope(|scope| {
+                let writer =
+                    |byte: u8| move || (0..100_000).for_each(|_| view.write_words(8, &[byte; 8][..width]).unwrap());
+                let writers = [scope.spawn(writer(0)), scope.spawn(writer(0xff))];
+                while !writers.iter().all(|writer| writer.is_finished()) {
+                    let mut word = [0; 8];
+                    view.read_words(8, &mut word[..width]).unwrap();
+                    assert!(word[..width].iter().all(|byte| *byte == word[0]), "{word:?}");
+                }
+            });
+        }
     }
 
     #[test]
