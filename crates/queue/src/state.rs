@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use dmalane_dma::{Forked, process_id};
+
 use crate::{Cancelled, Capabilities, DeviceAddr, Limits, Operation, QueueAddr, Refusal, Refused, StopReason, Ticket};
 
 /// Operations that a queue has accepted and not begun, oldest first.
@@ -9,13 +11,22 @@ pub type Waiting<A = DeviceAddr> = VecDeque<(Ticket, Operation<A>)>;
 
 /// For implementations of [`Queue`](crate::Queue): the numbers of tickets, how many operations are in
 /// flight, and why the queue has stopped.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct QueueState {
+    /// The process that made it.
+    made_by: u32,
     /// Operations that were accepted: the number of the next ticket.
     accepted: u64,
     /// Accepted and not given back.
     in_flight: usize,
     stopped: Option<StopReason>,
+}
+
+impl Default for QueueState {
+    /// That of a new queue of this process.
+    fn default() -> Self {
+        Self { made_by: process_id(), accepted: 0, in_flight: 0, stopped: None }
+    }
 }
 
 impl QueueState {
@@ -36,11 +47,15 @@ impl QueueState {
         self.in_flight
     }
 
-    /// Refuses an operation for a queue that has stopped.
+    /// Refuses an operation for a queue that has stopped, and in a child of `fork`, whose parent has the device.
     ///
     /// # Errors
     /// [`Refusal::Stopped`].
     pub fn check_running(&self) -> Result<(), Refusal> {
+        let Self { made_by, .. } = *self;
+        if made_by != process_id() {
+            return Err(Refusal::Stopped(StopReason::Lost(Forked { made_by }.into())));
+        }
         self.stopped.clone().map_or(Ok(()), |reason| Err(Refusal::Stopped(reason)))
     }
 
@@ -152,6 +167,14 @@ mod tests {
         assert!(!state.restart() && !state.is_running());
         state.in_flight = 0;
         assert!(state.restart() && state.is_running() && !state.restart());
+    }
+
+    #[test]
+    fn another_process_is_refused() {
+        let state = QueueState { made_by: process_id() + 1, ..QueueState::default() };
+        let submitted = QueueState::default().check_running().and(state.check_running());
+        let Err(Refusal::Stopped(StopReason::Lost(cause))) = submitted else { panic!("{submitted:?}") };
+        assert!(cause.to_string().contains("is a fork"), "{cause}");
     }
 
     #[test]
