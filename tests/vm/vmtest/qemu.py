@@ -51,7 +51,8 @@ def arm64(image, work, devices):
         *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}",
         "-chardev", f"file,id=tests,path={work}/{TESTS}", "-device", "pci-serial,chardev=tests",
         "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
-        "-append", f"console=ttyAMA0 quiet panic=-1 tests=ttyS0 {HUGE_1G} {HUGE_2M} {PASSED_ON}", *devices,
+        "-append", f"console=ttyAMA0 quiet panic=-1 tests=ttyS0 iomem=relaxed {HUGE_1G} {HUGE_2M} {PASSED_ON}",
+        *devices,
     ]  # fmt: skip
 
 

@@ -107,17 +107,19 @@ impl Physical {
         let fields = text.split([':', '.']).map(|field| u64::from_str_radix(field, 16).unwrap());
         let [_, bus, device, function] = fields.collect::<Vec<_>>().try_into().unwrap();
         let function = device << 3 | function;
-        let (format, root) = if let Some(base) = acpi_unit("DMAR", &[0]) {
+        let (format, root) = if let Some(base) = smmu() {
+            self.by_smmu(base, bus << 8 | function)
+        } else if let Some(base) = acpi_unit("DMAR", &[0]) {
             self.by_intel(base, bus, function)
         } else {
-            let base = acpi_unit("IVRS", &[0x10, 0x11, 0x40]).expect("an IOMMU of Intel or AMD");
+            let base = acpi_unit("IVRS", &[0x10, 0x11, 0x40]).expect("an IOMMU of Arm, Intel or AMD");
             self.by_amd(base, bus << 8 | function)
         };
         (format.parse().unwrap(), root)
     }
 
     fn by_intel(&self, base: u64, bus: u64, function: u64) -> (String, u64) {
-        let root = register(base + 0x20);
+        let root = register(base + 0x20, 64);
         assert_eq!(root >> 10 & 3, 0, "legacy mode: {root:#x}");
         let buses = self.memory((root & ADDRESS) + bus * 16);
         assert_eq!(buses & 1, 1, "a context table of bus {bus}: {buses:#x}");
@@ -129,21 +131,50 @@ impl Physical {
     }
 
     fn by_amd(&self, base: u64, device: u64) -> (String, u64) {
-        let entry = self.memory((register(base) & ADDRESS) + device * 32);
+        let entry = self.memory((register(base, 64) & ADDRESS) + device * 32);
         assert_eq!(entry & 3, 3, "valid, to be translated: {entry:#x}");
         (format!("amd-v1-{}level", entry >> 9 & 7), entry & ADDRESS)
+    }
+
+    /// By the stream table and a context descriptor: "Arm System Memory Management Unit Architecture Specification,
+    /// version 3" (IHI 0070), 5.2 and 5.4.
+    fn by_smmu(&self, base: u64, stream: u64) -> (String, u64) {
+        let (table, layout) = (register(base + 0x80, 64) & BLOCK, register(base + 0x88, 32));
+        let entry = match layout >> 16 & 3 {
+            0 => table + stream * 64,
+            _ => {
+                let split = layout >> 6 & 0x1f;
+                (self.memory(table + (stream >> split) * 8) & BLOCK) + (stream & ((1 << split) - 1)) * 64
+            }
+        };
+        let stages = self.memory(entry);
+        assert_eq!((stages & 0xf, stages >> 59), (0b1011, 0), "valid, the first stage translates: {stages:#x}");
+        let context = stages & BLOCK;
+        let [control, root] = [context, context + 8].map(|at| self.memory(at));
+        assert_eq!(control & 0x3f, 64 - 48, "addresses of 48 bits: {control:#x}");
+        let granule = ["4k", "64k", "16k"][(control >> 6 & 3) as usize];
+        (format!("arm64-s1-{granule}"), root & BLOCK)
     }
 }
 
 /// Address bits of a table of 4 KiB.
 const ADDRESS: u64 = (1 << 52) - (1 << 12);
 
-/// A word of registers.
-fn register(at: u64) -> u64 {
-    let output = Command::new("devmem").args([&format!("{at:#x}"), "64"]).output().expect("busybox");
+/// Address bits of what an SMMU has, in blocks of 64 bytes.
+const BLOCK: u64 = (1 << 52) - (1 << 6);
+
+/// A word of registers, of so many bits.
+fn register(at: u64, bits: u32) -> u64 {
+    let output = Command::new("devmem").args([format!("{at:#x}"), bits.to_string()]).output().expect("busybox");
     let text = String::from_utf8_lossy(&output.stdout);
     let value = text.trim().strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
     value.unwrap_or_else(|| panic!("the kernel needs iomem=relaxed: {output:?}"))
+}
+
+/// The registers of an SMMU that the device tree names.
+fn smmu() -> Option<u64> {
+    let nodes = fs::read_dir("/sys/firmware/devicetree/base").ok()?;
+    nodes.flatten().find_map(|node| u64::from_str_radix(node.file_name().to_str()?.strip_prefix("smmuv3@")?, 16).ok())
 }
 
 /// The registers of the first IOMMU in one of ACPI's tables, whose entries are of these types. Where they say it, both
@@ -253,10 +284,15 @@ impl Mapped {
     }
 
     fn check(&self, bdf: Bdf, others: &[Extent]) -> Found {
-        let found = tables(bdf);
-        // What may be written may be read too: Linux 6.12 makes no other leaves for VT-d.
-        let readable = found.format.name().starts_with("vtd") && release() < (7, 0);
-        let implied = if readable { Access::READ } else { Access::empty() };
+        let mut found = tables(bdf);
+        // What may be written may be read too: a leaf of Arm cannot say more, and Linux 6.12 makes no other for VT-d.
+        let (arm, vtd) = (found.format.name().starts_with("arm64"), found.format.name().starts_with("vtd"));
+        let implied = if arm || vtd && release() < (7, 0) { Access::READ } else { Access::empty() };
+        if arm {
+            // Linux has kinds of memory of its own, by a register of the SMMU, and lets a device fetch instructions.
+            found.extents.iter_mut().for_each(|extent| extent.access &= Access::RW);
+            found.extents = merged(found.extents);
+        }
         let mapped = self.mappings.iter().flat_map(|(_, extents)| extents).chain(others);
         let wanted = merged(mapped.map(|extent| Extent { access: extent.access | implied, ..*extent }).collect());
         let differs = found.extents.iter().zip(&wanted).find(|(found, wanted)| found != wanted);
