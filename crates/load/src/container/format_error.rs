@@ -63,7 +63,7 @@ impl FormatError {
     }
 
     pub(crate) fn overflow() -> Self {
-        Self::new("its size does not fit 64 bits")
+        Self::new("the size of its data does not fit 64 bits")
     }
 
     pub(crate) fn twice(what: &str, name: &str) -> Self {

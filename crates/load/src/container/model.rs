@@ -24,10 +24,10 @@ pub struct Container {
     pub magic: &'static [&'static [u8]],
     /// Whether a file begins as one of this kind, where no magic number says.
     pub resembles: Option<fn(head: &[u8]) -> bool>,
-    /// Whether a directory may stand for its files with these extensions.
+    /// Whether a directory may stand for its files with these extensions: their tensors have names of their own.
     pub in_folders: bool,
     /// Parses a header of this kind: its bytes, the bytes of the file, and the name of a file that is one array. `None`
-    /// for files without a header.
+    /// for files without a header alone: those of others are fuzzed by it.
     pub parse_header: Option<ParseHeader>,
     /// Parses a file of this kind.
     pub(super) parse: fn(&ContainerFile<'_>) -> Result<Model, Error>,
