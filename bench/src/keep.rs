@@ -5,8 +5,8 @@
 //! bytes are compared with the file in the first round.
 //!
 //! The same file then goes to devices, each time by a new client: from the kept memory, once more by that client, which
-//! has registered it, and through staging buffers from the page cache. Beside it is the rate that the device has at best: of a GPU, whose link is modelled, copies by
-//! its driver alone; of memory, one thread copying.
+//! has registered it, and through staging buffers from the page cache. Beside it is the rate that the device has at
+//! best: of a GPU, whose link is modelled, copies by its driver alone; of memory, one thread copying.
 
 use std::error::Error;
 use std::fs::File;
