@@ -155,7 +155,7 @@ fn doctor_reports_this_machine() {
 #[test]
 fn a_path_that_is_not_there_is_1() {
     let text = complains(&["load", &format!("{}/sr", env!("CARGO_MANIFEST_DIR"))], 1);
-    assert!(text.contains("/src?") && text.contains("did you mean "), "{text}");
+    assert!(text.ends_with("cause: No such file or directory (os error 2)\n"), "{text}");
     let text = complains(&["doctor", "/no/such/place"], 1);
     assert_eq!(text, "dmalane: cannot look at /no/such/place\ncause: No such file or directory (os error 2)\n");
     assert!(complains(&["doctor", "/dev/null"], 1).contains("\nhint: "));
