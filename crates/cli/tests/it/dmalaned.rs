@@ -291,7 +291,7 @@ fn a_daemon_that_is_killed_is_the_reason_for_a_load_that_fails() {
         end(child, Signal::KILL);
         let output = load.wait_with_output().unwrap();
         let (told, done) = (text(&output.stderr), output.status.success());
-        let gone = told.contains("is gone: connect again") || told.contains("cannot connect to");
+        let gone = told.contains("is gone, with all that was on its card") || told.contains("cannot connect to");
         assert!(done || gone, "run {run}: {told}");
     }
 }
