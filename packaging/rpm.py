@@ -36,7 +36,11 @@ cp -a {files}/. %{{buildroot}}
 strip %{{buildroot}}/usr/bin/*
 
 %post
-if [ -x /usr/bin/systemd-sysusers ]; then systemd-sysusers dmalane.conf; fi
+if [ -x /usr/bin/systemd-sysusers ]; then
+    systemd-sysusers dmalane.conf
+else
+    getent passwd dmalane >/dev/null || useradd --system --user-group --home-dir / --shell /sbin/nologin dmalane || :
+fi
 if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi
 
 %preun
@@ -66,12 +70,17 @@ def main():
     listed = []
     for source, place, mode in assets:
         place = PLACES.get(place, place)
-        folder, _, pattern = source.replace("target/release", str(release)).rpartition("/")
-        found = sorted((CLI / folder).glob(pattern))
+        source = source.replace("target/release", str(release))
+        # Those below other folders keep their folders, as with cargo-deb.
+        folder, below, pattern = source.partition("/**/")
+        if not below:
+            folder, _, pattern = source.rpartition("/")
+        found = sorted(path for path in (CLI / folder).glob(f"**/{pattern}" if below else pattern) if path.is_file())
         if not found:
             raise SystemExit(f"{source}: there is no such file")
         for path in found:
-            listed.append(f"/{place}{path.name}" if place.endswith("/") else f"/{place}")
+            name = path.relative_to(CLI / folder)
+            listed.append(f"/{place}{name}" if place.endswith("/") else f"/{place}")
             to = work / "files" / listed[-1].lstrip("/")
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, to)

@@ -153,19 +153,22 @@ fn file_hint(error: &FileDeviceError) -> Option<String> {
                     like.display()
                 ));
             }
-            ErrorKind::NotFound => {
-                return Some(format!("`truncate -s 1GiB {}` makes a file to be used as device memory", path.display()));
-            }
+            ErrorKind::NotFound => return Some(makes_memory(path)),
             ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
                 "device memory is read and written: you need both permissions on this file"
             }
             _ => return None,
         },
+        FileDeviceError::TooSmall { path, .. } if !is_node(path) => return Some(makes_memory(path)),
         FileDeviceError::InUse(_) => "unmount it first: device memory is written",
         FileDeviceError::NoDirect { .. } => "without ,direct it is used through the page cache",
         _ => return None,
     };
     Some(hint.to_owned())
+}
+
+fn makes_memory(path: &Path) -> String {
+    format!("`truncate -s 1GiB {}` makes a file to be used as device memory", path.display())
 }
 
 /// True for the name of a driver's node, which is not made like a file.

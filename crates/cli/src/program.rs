@@ -2,12 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::io::Write;
-use std::path::PathBuf;
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, Parser};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Args, CommandFactory, Parser, ValueHint};
 use clap_complete::Shell;
 use dmalane::load::nearest;
 
@@ -26,7 +27,7 @@ pub fn start<P: Parser>(words: Vec<OsString>, run: impl FnOnce(P) -> Result<Exit
     let parsed = command.try_get_matches_from_mut(words).and_then(|matches| P::from_arg_matches(&matches));
     let result = match parsed {
         Ok(program) => run(program),
-        Err(error) => not_run(&error.format(&mut command), command.get_name()),
+        Err(error) => not_run(&near_alone(error.format(&mut command)), command.get_name()),
     };
     result.unwrap_or_else(|failure| failure.report(command.get_name()))
 }
@@ -40,6 +41,9 @@ pub fn command<P: CommandFactory>() -> clap::Command {
         }
         let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
         let command = command.mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg });
+        // More follows `vulkan:`, so a shell adds no space.
+        let goes_on = |arg: &clap::Arg| arg.get_possible_values().iter().any(|value| value.get_name().ends_with(':'));
+        let command = command.mut_args(|arg| if goes_on(&arg) { arg.value_hint(ValueHint::Other) } else { arg });
         command.mut_subcommands(shaped)
     }
     let program = P::command();
@@ -71,6 +75,25 @@ fn first_examples(help: &str) -> String {
     let lines = help.lines().take_while(|line| !line.is_empty());
     let first: Vec<&str> = lines.filter(|line| !line.starts_with("   ")).take(4).collect();
     format!("{}\n\nMore with --help.", first.join("\n"))
+}
+
+/// The error without words that clap proposes for some common letters, and that are not near.
+fn near_alone(mut error: clap::Error) -> clap::Error {
+    for (wrong, meant) in [
+        (ContextKind::InvalidSubcommand, ContextKind::SuggestedSubcommand),
+        (ContextKind::InvalidArg, ContextKind::SuggestedArg),
+        (ContextKind::InvalidValue, ContextKind::SuggestedValue),
+    ] {
+        let Some((word, proposed)) = error.get(wrong).map(ToString::to_string).zip(error.remove(meant)) else {
+            continue;
+        };
+        let proposed = proposed.to_string();
+        let begun = proposed.split(", ").find(|other| other.starts_with(&word));
+        if let Some(near) = begun.or_else(|| nearest(&word, proposed.split(", "))) {
+            error.insert(meant, ContextValue::String(near.to_owned()));
+        }
+    }
+    error
 }
 
 /// Prints the help or version that was asked for, or reports the usage error in the form of a [`Failure`].
@@ -126,9 +149,40 @@ impl Man {
     /// # Errors
     /// The directory cannot be written.
     pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
-        clap_mangen::generate_to(command::<P>(), self.directory)?;
+        let mut program = command::<P>().disable_help_subcommand(true);
+        program.build();
+        write_pages(&program, &self.directory)?;
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Writes the page of a command, and those of its subcommands.
+fn write_pages(command: &clap::Command, folder: &Path) -> io::Result<()> {
+    let mut shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+    shown.try_for_each(|command| write_pages(command, folder))?;
+    let page = clap_mangen::Man::new(command.clone());
+    let mut text = Vec::new();
+    page.render(&mut text)?;
+    let text = String::from_utf8_lossy(&text);
+    let (options, help) = text.split_once("\n.SH EXTRA\n").unwrap_or((&text, ""));
+    // A page is filled, but these lines are to stay: sentences may be wrapped, examples may not.
+    let kept = help.lines().map(|line| match line.starts_with(' ') {
+        true => format!(".nf\n{line}\n.fi\n"),
+        false => format!("{line}\n.br\n"),
+    });
+    std::fs::write(folder.join(page.get_filename()), format!("{options}\n.SH EXTRA\n{}", kept.collect::<String>()))
+}
+
+/// A socket that becomes readable on one of these signals.
+///
+/// # Errors
+/// The kernel's.
+pub fn termination(signals: &[i32]) -> Result<UnixStream, Failure> {
+    let (receiver, sender) = UnixStream::pair()?;
+    for signal in signals {
+        signal_hook::low_level::pipe::register(*signal, sender.try_clone()?)?;
+    }
+    Ok(receiver)
 }
 
 /// The words of this process as a shell would take them.

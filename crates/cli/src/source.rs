@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dmalane::file::open_at_once;
-use dmalane::load::with_near_path;
 use rustix::fs::makedev;
 
 use crate::failure::Failure;
@@ -82,9 +81,7 @@ impl SourceFile {
             true => io::stdin().as_fd().try_clone_to_owned().map(File::from),
             false => open_at_once(path),
         };
-        let file = opened
-            .map_err(|e| with_near_path(path, e))
-            .map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
+        let file = opened.map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
         let path = if stdin { PathBuf::from("stdin") } else { path.to_owned() };
         Ok(Self { file, path, copied: Copied::default(), stdin })
     }

@@ -50,8 +50,9 @@ pub enum ClientError {
         /// The kernel's error.
         source: Errno,
     },
-    /// The daemon has exited or closed the connection. Card memory is lost; buffers keep their contents.
-    #[error("the daemon at {} is gone: connect again (Client::reconnect) and register buffers anew", .0.display())]
+    /// The daemon has exited or closed the connection. Card memory is lost; buffers keep their contents, and are
+    /// registered anew after [`Client::reconnect`].
+    #[error("the daemon at {} is gone, with all that was on its card: open the device again", .0.display())]
     Disconnected(PathBuf),
     /// The daemon has not answered in time.
     #[error("the daemon at {} has not answered within {after:?}", path.display())]
@@ -89,11 +90,8 @@ pub enum ClientError {
         /// The violation.
         what: &'static str,
     },
-    /// Memory that another process cannot map.
-    #[error(
-        "this memory cannot be shared with the daemon: allocate it from a MemfdHeap without reserved huge pages, or \
-         with Client::buffer"
-    )]
+    /// Memory that another process cannot map. [`Client::buffer`] allocates some that it can.
+    #[error("this memory cannot be shared with the daemon: it must be that of a memfd, without reserved huge pages")]
     NotShareable,
     /// A system call of the client failed.
     #[error("{what}")]

@@ -59,7 +59,7 @@ pub enum Error {
         page: usize,
     },
     /// The memory has no descriptor to export: it is anonymous.
-    #[error("the memory has no file descriptor (memory of MemfdHeap has)")]
+    #[error("the memory has no file descriptor (that of a memfd has one)")]
     NoDescriptor,
     /// The memory cannot be exported while its bytes are lent as a slice.
     #[error("the memory cannot be exported while its bytes are borrowed")]

@@ -69,13 +69,18 @@ impl SocketFile {
         let file = set_mode(path, mode)?;
         Ok((socket, Self { path: path.to_owned(), file }))
     }
+
+    /// Removes the file, unless another one has taken its path: for a program that exits without a drop.
+    pub fn remove(&self) {
+        if lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.file) {
+            let _ = unlink(&self.path);
+        }
+    }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.file) {
-            let _ = unlink(&self.path);
-        }
+        self.remove();
     }
 }
 

@@ -66,8 +66,9 @@ pub enum CardServerError {
 /// Clients are not trusted: a bad message ends at most its own connection. Memory of a client is a memfd that is
 /// sealed against shrinking, as QEMU's is, or it is read and written by messages.
 pub struct CardServer {
+    // Dropped before the socket is closed, so that its inode is not yet another's.
+    file: SocketFile,
     listener: UnixListener,
-    _file: SocketFile,
     config: CardConfig,
 }
 
@@ -91,7 +92,12 @@ impl CardServer {
         let listen = |source: Errno| CardServerError::Listen { path: path.to_owned(), source: source.into() };
         let (listener, file) = SocketFile::bind(path, SocketType::STREAM, Mode::RUSR | Mode::WUSR).map_err(listen)?;
         rustix::net::listen(&listener, 16).map_err(listen)?;
-        Ok(Self { listener: listener.into(), _file: file, config })
+        Ok(Self { file, listener: listener.into(), config })
+    }
+
+    /// Removes the file of the socket, unless another one has taken its path: for a program that exits without a drop.
+    pub fn remove_socket(&self) {
+        self.file.remove();
     }
 
     /// Waits for a client.

@@ -470,18 +470,39 @@ fn crates_without_an_operating_system_say_so() {
 #[test]
 fn the_text_of_an_error_does_not_contain_its_source() {
     let mut wrong = Vec::new();
+    for (place, said, variant) in errors() {
+        let field = repeated(&said, &variant);
+        wrong.extend(field.map(|field| format!("{place}: the text has {{{field}}}, its source")));
+    }
+    report(&wrong);
+}
+
+/// Users of the command line, of C and of Python read it too.
+#[test]
+fn the_text_of_an_error_has_no_path_of_rust() {
+    let mut wrong = Vec::new();
+    for (place, said, _) in errors() {
+        let said = said.replace("\\\"", "'");
+        let texts = said.split('"').skip(1).step_by(2);
+        wrong.extend(texts.filter(|text| text.contains("::")).map(|text| format!("{place}: {text}")));
+    }
+    report(&wrong);
+}
+
+/// The attribute of each error of `thiserror`: its place, its text, and what follows up to the next one.
+fn errors() -> Vec<(String, String, String)> {
+    let mut found = Vec::new();
     for path in sources().into_iter().filter(|path| relative(path).contains("/src/")) {
         let text = read(&path);
         for (at, _) in text.match_indices("#[error(") {
             let rest = &text[at + "#[error(".len()..];
             let (said, variant) = rest.split_once(")]\n").expect("an attribute ends");
-            let field = repeated(said, variant.split("#[error(").next().unwrap_or_default());
-            let line = text[..at].matches('\n').count() + 1;
-            wrong
-                .extend(field.map(|field| format!("{}:{line}: the text has {{{field}}}, its source", relative(&path))));
+            let place = format!("{}:{}", relative(&path), text[..at].matches('\n').count() + 1);
+            let variant = variant.split("#[error(").next().unwrap_or_default();
+            found.push((place, said.to_owned(), variant.to_owned()));
         }
     }
-    report(&wrong);
+    found
 }
 
 /// The source in the text of an error of `thiserror`: its attribute, and what follows up to the next one.

@@ -3,12 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use dmalane_file::{Error as FileError, FileOptions, FileQueue, Mode, SharedReads};
+use dmalane_file::{FileOptions, FileQueue, Mode, SharedReads};
 
 use crate::choose::{Choice, workers};
 use crate::container::{Model, Tensor};
 use crate::error::Error;
-use crate::near::with_near_path;
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
 
@@ -67,12 +66,8 @@ pub fn open_inputs(files: Vec<OpenFile>, options: FileOptions) -> Result<Vec<Inp
 impl OpenFile {
     /// Opens a file or a block device by name, never waiting for the other end of a FIFO.
     pub(crate) fn regular(path: impl AsRef<Path>) -> Result<Self, Error> {
-        let failed = |error| match error {
-            FileError::Open { path, source } => FileError::Open { source: with_near_path(&path, source), path },
-            other => other,
-        };
         let options = FileOptions { mode: Mode::Buffered, ..FileOptions::default() };
-        let queue = FileQueue::open(path, options).map_err(failed)?;
+        let queue = FileQueue::open(path, options)?;
         Ok(Self::of_handle(queue.handle().clone()))
     }
 

@@ -56,7 +56,7 @@ pub use model::{
     Block, HostModel, HostRates, HostTensor, Inputs, LoadOptions, ModelFile, ModelOptions, Next, Part, Reads, Select,
     TensorStream, model_heap,
 };
-pub use near::{nearest, with_near_path};
+pub use near::nearest;
 pub use open_file::OpenFile;
 pub use parallel::in_parallel;
 pub use plain::plain_json;

@@ -23,7 +23,6 @@ use crate::difference::{Difference, Problem, RegionKind};
 use crate::error::Error;
 use crate::fill::{Digest, HashRegions};
 use crate::input::Input;
-use crate::near::with_near_path;
 use crate::open_file::OpenFile;
 
 /// The version of the format.
@@ -278,8 +277,7 @@ impl Manifest {
     /// # Errors
     /// [`Error::File`]; [`Error::Format`] for a file that is no manifest.
     pub fn read(path: &Path) -> Result<Self, Error> {
-        let failed =
-            |source| Error::File { path: path.to_owned(), what: "read it", source: with_near_path(path, source) };
+        let failed = |source| Error::File { path: path.to_owned(), what: "read it", source };
         Self::read_from(File::open(path).map_err(failed)?, path)
     }
 

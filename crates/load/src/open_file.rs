@@ -14,7 +14,6 @@ use rustix::io::Errno;
 use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
 use crate::kept::KeptFile;
-use crate::near::with_near_path;
 use crate::set::SetFile;
 
 /// A file that is open for reading: a regular file or a block device.
@@ -46,8 +45,7 @@ impl OpenFile {
     /// [`Error::File`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
-        let failed =
-            |source| Error::File { path: path.to_owned(), what: "open it", source: with_near_path(path, source) };
+        let failed = |source| Error::File { path: path.to_owned(), what: "open it", source };
         FileHandle::open(path).map(Self::of_handle).map_err(failed)
     }
 

@@ -128,7 +128,10 @@ impl Output {
         }
         match self.replace {
             true => Ok(()),
-            false => Err(io::Error::new(ErrorKind::AlreadyExists, "it exists already")),
+            false => {
+                let what = format!("it exists already, and has {} bytes", stat.st_size);
+                Err(io::Error::new(ErrorKind::AlreadyExists, what))
+            }
         }
     }
 }

@@ -113,7 +113,7 @@ pub enum Error {
     #[error("{0}")]
     Limit(String),
     /// A device without queues.
-    #[error("VulkanOptions::channels is 0, and at least 1 is needed")]
+    #[error("the number of channels is 0, and at least 1 is needed")]
     NoQueues,
     /// A bind or unbind that is not whole pages.
     #[error("{span} cannot be changed: addresses, memory and lengths must be multiples of {page}")]

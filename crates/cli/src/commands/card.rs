@@ -1,19 +1,22 @@
 //! `dmalane card serve`: the software card as a device of another process.
 
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use dmalane::devices::soft::SoftSpec;
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::{CardClient, CardServer, CardServerError, DeviceSpec, error_chain};
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::device;
 use crate::failure::Failure;
 use crate::layout::plain;
 use crate::output;
+use crate::program::termination;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -27,7 +30,8 @@ For VFIO in the guest, add -machine q35,kernel-irqchip=split
   -device intel-iommu,intremap=on,caching-mode=on
 In the guest, bound to vfio-pci: dmalane load -d vfio:BDF. Without QEMU: dmalane load -d vfio-user:/tmp/card
 
-Exit status: 0 the client of --once has disconnected, 1 no socket or no memory, 2 usage error.";
+Exit status: 0 terminated by SIGTERM or SIGINT, or the client of --once has disconnected; 1 no socket or no memory; \
+2 usage error.";
 
 /// Run the software card in its own process.
 #[derive(Subcommand)]
@@ -68,12 +72,20 @@ impl Serve {
     /// Serves clients, one after the other.
     fn run(self) -> Result<ExitCode, Failure> {
         let config = CardConfig { workers: Workers::PerChannel, ..card(&self.device)?.config };
+        let mut stop = termination(&[SIGINT, SIGTERM])?;
         let server = CardServer::bind(&self.vfio_user, config).map_err(|e| match &e {
             CardServerError::Listen { source, .. } if source.kind() == ErrorKind::AddrInUse => {
                 Failure::from(e).hint("another program listens there: choose another path")
             }
             _ => e.into(),
         })?;
+        let server = Arc::new(server);
+        let stopped = Arc::downgrade(&server);
+        std::thread::spawn(move || {
+            let _ = stop.read(&mut [0]);
+            stopped.upgrade().inspect(|server| server.remove_socket());
+            std::process::exit(0)
+        });
         output::print(&format!("listening at {}\n", plain(&self.vfio_user.to_string_lossy())))?;
         for client in 1u64.. {
             let line = match server.accept().and_then(CardClient::serve) {

@@ -53,6 +53,10 @@ impl Doctor {
     }
 }
 
+/// Files of a container: of Docker, of Podman, of Kubernetes, and of managers that systemd knows.
+const CONTAINER: [&str; 4] =
+    ["/.dockerenv", "/run/.containerenv", "/run/secrets/kubernetes.io", "/run/systemd/container"];
+
 #[derive(Serialize)]
 struct Report {
     schema: u32,
@@ -63,7 +67,7 @@ struct Report {
 }
 
 fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
-    let checks = vec![
+    let mut checks = vec![
         host::kernel(probe),
         host::memory(probe),
         host::memfd(),
@@ -82,6 +86,9 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         slash::driver(probe),
         slash::daemon(probe),
     ];
+    if CONTAINER.iter().any(|path| probe.place(path).exists()) {
+        checks = checks.into_iter().map(Check::in_container).collect();
+    }
     Ok(Report {
         schema: 3,
         command: "doctor",

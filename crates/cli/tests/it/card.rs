@@ -1,11 +1,13 @@
 //! `dmalane card serve`, and a client of it.
 
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dmalane::card::regs;
 use dmalane::dma::Mmio;
 use dmalane::vfio_user::UserBus;
+use rustix::process::{Pid, Signal, kill_process};
 
 #[test]
 fn a_card_is_served_to_one_client() {
@@ -64,7 +66,8 @@ impl Served {
             .spawn()
             .unwrap();
         let began = Instant::now();
-        while !path.exists() {
+        // It is there before it is listened at, and before the server knows which file it is.
+        while UnixStream::connect(&path).is_err() {
             assert!(began.elapsed() < Duration::from_secs(60), "no socket");
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -112,6 +115,23 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     assert!(text.split_whitespace().collect::<Vec<_>>().join(" ").contains("32 MiB for a file"), "{text}");
     let text = card.says(&["validate", "-j", "2", "--buffer-size", "256KiB", "--iterations", "2"], 0);
     assert!(text.contains("the card vfio-user:") && text.contains("2/2 OK"), "{text}");
+}
+
+#[test]
+fn a_server_that_is_stopped_removes_its_socket_and_no_other() {
+    let stop = |mut card: Served, signal| {
+        kill_process(Pid::from_child(&card.server), signal).unwrap();
+        assert_eq!(card.server.wait().unwrap().code(), Some(0), "{signal:?}");
+        card.dir.path().join("card").exists()
+    };
+    assert!(!stop(Served::new(), Signal::TERM));
+    let card = Served::new();
+    let _client = UserBus::connect(&card.dir.path().join("card"), &[]).unwrap();
+    assert!(!stop(card, Signal::INT));
+    let card = Served::new();
+    std::fs::remove_file(card.dir.path().join("card")).unwrap();
+    let _other = UnixListener::bind(card.dir.path().join("card")).unwrap();
+    assert!(stop(card, Signal::TERM), "somebody else listens there");
 }
 
 #[test]

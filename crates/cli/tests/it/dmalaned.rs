@@ -291,7 +291,7 @@ fn a_daemon_that_is_killed_is_the_reason_for_a_load_that_fails() {
         end(child, Signal::KILL);
         let output = load.wait_with_output().unwrap();
         let (told, done) = (text(&output.stderr), output.status.success());
-        let gone = told.contains("is gone: connect again") || told.contains("cannot connect to");
+        let gone = told.contains("is gone, with all that was on its card") || told.contains("cannot connect to");
         assert!(done || gone, "run {run}: {told}");
     }
 }
@@ -359,6 +359,12 @@ fn manual_pages_are_written() {
     for page in ["dmalaned.1", "dmalaned-status.1"] {
         let page = std::fs::read_to_string(folder.path().join(page)).unwrap();
         assert!(page.contains(".TH dmalaned") && page.contains("socket"));
+        let (_, help) = page.split_once(".SH EXTRA\n").unwrap();
+        // Between two requests nothing is filled: an example keeps its line and its columns.
+        let lines: Vec<_> = help.lines().collect();
+        let examples = lines.windows(3).filter(|three| three[1].starts_with("  dmalaned"));
+        assert!(examples.clone().count() > 0 && examples.clone().all(|three| (three[0], three[2]) == (".nf", ".fi")));
+        assert!(help.starts_with("Examples:\n.br\n"), "{help}");
     }
 }
 

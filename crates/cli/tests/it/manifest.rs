@@ -39,7 +39,8 @@ fn a_difference_is_named_by_every_command_that_reads() {
     let (printed, _) = dmalane(&folder, "manifest model.safetensors", 0);
     assert_eq!(printed, fs::read_to_string(folder.join("m.json")).unwrap());
     let (_, said) = dmalane(&folder, "manifest model.safetensors -o m.json", 1);
-    assert!(said.contains("it exists already") && said.contains("--force"), "{said}");
+    let there = format!("it exists already, and has {} bytes", printed.len());
+    assert!(said.contains(&there) && said.contains("--force"), "{said}");
     let (_, said) = dmalane(&folder, "manifest model.safetensors --force -o model.safetensors", 1);
     assert!(said.contains("it is the input"), "{said}");
     let hashes: Value = serde_json::from_str(&printed).unwrap();

@@ -30,7 +30,7 @@ const WRONG: &[(&str, &[(&str, &str)])] = &[
             ("- --manifest -", "standard input (-) can be read once"),
             ("m -d gpu0", "`dmalane devices`"),
             ("m -d soft:1", "nothing follows it but options"),
-            ("m -d sotf", "there are soft, daemon"),
+            ("m -d sotf", "did you mean soft?"),
             ("m -d vulcan:0", "did you mean vulkan?"),
             ("m -d ram", "ram:SIZE"),
             ("m -d ram:", "size"),
@@ -168,6 +168,7 @@ const FAILS: &[&str] = &[
     "load m -d vfio-user:missing",
     "load m -d daemon:missing",
     "load m -d file:missing",
+    "load m -d file:folder/m",
     "load m -d ram:4KiB",
     "load m -d vrtd:missing#0",
     "load m -d slash:99",
@@ -180,6 +181,7 @@ const FAILS: &[&str] = &[
     "manifest missing",
     "verify m --manifest missing",
     "validate -d file:missing",
+    "validate -d file:folder/m",
     "validate --report missing/p",
     "doctor missing",
     "bar-map -d vfio:ffff:1f:1f.7",
@@ -316,6 +318,28 @@ fn wrong_usage_is_2_and_everything_else_is_1() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(files(&folder), before, "nothing was written");
+}
+
+#[test]
+fn near_words_are_proposed_and_no_others() {
+    let folder = tempfile::tempdir().unwrap();
+    for (line, said) in [
+        ("laod", Some("a similar subcommand exists: 'load'")),
+        ("kep", Some("a similar subcommand exists: 'ke")),
+        ("lsit", None),
+        ("compare", None),
+        ("load m --verfy", Some("a similar argument exists: '--verify'")),
+        ("load m --dry", Some("a similar argument exists: '--dry-run'")),
+        ("read m --heap memdf", Some("a similar value exists: 'memfd'")),
+        ("read m --heap stack", None),
+        ("vm bench 1MiB -f arm", None),
+        ("load m -d vulkna:0", Some("did you mean vulkan?")),
+        ("load m -d video", None),
+    ] {
+        let (_, text) = run(folder.path(), line).unwrap();
+        let proposed = text.contains("similar") || text.contains("did you mean");
+        assert!(proposed == said.is_some() && text.contains(said.unwrap_or_default()), "{line}: {text}");
+    }
 }
 
 #[test]

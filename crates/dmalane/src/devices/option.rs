@@ -263,8 +263,8 @@ mod tests {
         let meant = |word| nearest(word, kinds.into_iter());
         assert_eq!(
             ["sof", "softt", "sfot", "vulcan", "vfio_user"].map(meant),
-            [Some("soft"), Some("soft"), None, Some("vulkan"), Some("vfio-user")]
+            [Some("soft"), Some("soft"), Some("soft"), Some("vulkan"), Some("vfio-user")]
         );
-        assert_eq!(["", "x", "soft", "metal"].map(meant), [None; 4]);
+        assert_eq!(["", "x", "soft", "metal", "video"].map(meant), [None; 5]);
     }
 }

@@ -29,6 +29,14 @@ pub enum FileDeviceError {
         /// The kind of file.
         kind: &'static str,
     },
+    /// It has less than a page.
+    #[error("{} has {len} bytes, and device memory at least 4096", path.display())]
+    TooSmall {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes, or those of the file for the other direction where that has fewer.
+        len: u64,
+    },
     /// A block device that a file system or something else uses.
     #[error("{} is in use (mounted, or part of another device)", .0.display())]
     InUse(PathBuf),

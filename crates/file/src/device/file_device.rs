@@ -29,12 +29,12 @@ impl FileDevice {
     /// [`FileDeviceError`].
     pub fn open(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
         let opened = Arc::new(Opened::new(paths, options)?);
-        let queue = Some(FileDeviceQueue::open(opened.clone())?);
         // A character device does not say how long it is: as long as a file can be.
-        let len = opened.len.unwrap_or(i64::MAX as u64) & !0xfff;
-        let span = Span::new(CardAddr::new(0), len);
-        let regions = span.map(|span| Region::new("device", span)).into_iter().collect();
-        Ok(Self { opened, regions, queue, space: FlatSpace::new() })
+        let len = opened.len.unwrap_or(i64::MAX as u64);
+        let small = || FileDeviceError::TooSmall { path: opened.paths.h2c.clone(), len };
+        let span = Span::new(CardAddr::new(0), len & !0xfff).ok_or_else(small)?;
+        let queue = Some(FileDeviceQueue::open(opened.clone())?);
+        Ok(Self { opened, regions: vec![Region::new("device", span)], queue, space: FlatSpace::new() })
     }
 
     /// Addresses, lengths and host memory are multiples of this: 1 unless [`FileDeviceOptions::direct`].

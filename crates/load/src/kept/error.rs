@@ -45,7 +45,7 @@ pub enum KeepError {
     #[error("{name:?} is kept in memory of {device}{}", match here {
         Some(here) => format!(", and this device is {here}"),
         None => " alone: programs attach to it there (dmalane.attach(device=), dml_target_attach, \
-                 KeeperClient::attach_onto); `dmalane keep` without -d keeps it in host memory, too".to_owned(),
+                 attach_onto); `dmalane keep` without -d keeps it in host memory, too".to_owned(),
     })]
     Elsewhere {
         /// The name of the model.

@@ -11,7 +11,6 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::container::{FormatError, MAX_HEADER, short};
 use crate::error::Error;
-use crate::near::with_near_path;
 
 /// The part that names of indices have, as `save_pretrained` of Hugging Face's libraries writes them: the name of a
 /// variant may follow.
@@ -65,8 +64,7 @@ pub(super) fn name_of_index(path: &Path) -> Option<(String, Option<String>)> {
 /// # Errors
 /// [`Error::File`], [`Error::Format`].
 pub(super) fn read(index: &Path) -> Result<Vec<(PathBuf, BTreeSet<String>)>, Error> {
-    let failed =
-        |source| Error::File { path: index.to_owned(), what: "read it", source: with_near_path(index, source) };
+    let failed = |source| Error::File { path: index.to_owned(), what: "read it", source };
     let bad = |defect: FormatError| Error::Format { path: index.to_owned(), source: defect.within("bad index") };
     let file = File::open(index).map_err(failed)?;
     let mut text = Vec::new();

@@ -16,7 +16,6 @@ use self::names::{LISTED, Name, choose, listed, whole_set};
 use crate::container::{CONTAINERS, CONVERT, Model, gguf, short};
 use crate::error::Error;
 use crate::kept;
-use crate::near::with_near_path;
 
 /// Extensions of PyTorch's checkpoints.
 const TORCH: [&str; 4] = ["bin", "ckpt", "pt", "pth"];
@@ -163,8 +162,7 @@ fn in_cache(path: &Path) -> Result<Option<PathBuf>, Error> {
     if folder.is_none() && path.parent().is_none_or(|parent| !parent.is_dir()) {
         let name = path.display();
         let why = format!("there is no such file, and {} has no such model: hf download {name}", cache.display());
-        let missing = with_near_path(path, io::Error::new(io::ErrorKind::NotFound, why));
-        return Err(unknown(path, missing.kind(), missing.to_string()));
+        return Err(unknown(path, io::ErrorKind::NotFound, why));
     }
     Ok(folder)
 }

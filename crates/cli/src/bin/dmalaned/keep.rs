@@ -18,6 +18,7 @@ use dmalane::dma::room;
 use dmalane::keep::{Holder, Keeper, KeeperConfig, Store, hold, inherited};
 use dmalane::load::kept::{self, KeepOptions, socket_path};
 use dmalane_cli::failure::Failure;
+use dmalane_cli::program::termination;
 use dmalane_cli::size::{self, Size, binary};
 use rustix::fs::{FlockOperation, flock};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -87,7 +88,7 @@ impl Keep {
             // Others are for connections, for what is lent, and for a model that is hashed.
             user_descriptors: descriptors / 2 / of_all,
         };
-        let mut stop = system::termination(&[SIGTERM, SIGINT, SIGHUP])?;
+        let mut stop = termination(&[SIGTERM, SIGINT, SIGHUP])?;
         if let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             // Where it cannot be made, listening fails and says so.
             let _ = DirBuilder::new().recursive(true).mode(0o755).create(folder);

@@ -10,6 +10,7 @@ use dmalane::dma::memory_limit;
 use dmalane::keep::inherited;
 use dmalane_cli::failure::Failure;
 use dmalane_cli::layout::plain;
+use dmalane_cli::program::termination;
 use dmalane_cli::size::{self, Size};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -121,7 +122,7 @@ impl Serve {
                 dropped.join(", ")
             ));
         }
-        let stop = system::termination(&[SIGTERM, SIGINT])?;
+        let stop = termination(&[SIGTERM, SIGINT])?;
         let (listener, place) = match inherited {
             Some(socket) => (Listener::from_socket(socket)?, "the socket from systemd".to_owned()),
             None => (listen(&socket, mode, false)?, socket.display().to_string()),

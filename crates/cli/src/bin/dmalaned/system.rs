@@ -1,21 +1,11 @@
-//! The interface to the service manager and the kernel: signals, notifications and limits.
+//! The interface to the service manager and the kernel: notifications and limits.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use dmalane_cli::failure::Failure;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-/// A socket that becomes readable on one of these signals.
-pub fn termination(signals: &[i32]) -> Result<UnixStream, Failure> {
-    let (receiver, sender) = UnixStream::pair()?;
-    for signal in signals {
-        signal_hook::low_level::pipe::register(*signal, sender.try_clone()?)?;
-    }
-    Ok(receiver)
-}
 
 /// Notifies the service manager (sd_notify(3)), if there is one.
 pub fn notify(state: &str) {

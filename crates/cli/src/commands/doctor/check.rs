@@ -48,9 +48,23 @@ const CHANGES: [(&str, &str); 14] = [
     ("systemctl enable ", "starts it now and whenever the machine starts"),
 ];
 
+/// Parts of commands for the kernel, which a container has from its host.
+const OF_KERNEL: [&str; 7] = ["/sys/", "uname -r", "sysctl ", "modprobe ", "modinfo ", "grub", "dmesg "];
+
 pub(super) fn changes(fix: &str) -> &'static str {
     let command = fix.split("    #").next().unwrap_or_default();
     CHANGES.iter().find(|(part, _)| command.contains(part)).map_or("nothing", |(_, what)| what)
+}
+
+impl Check {
+    /// The check in a container: some fixes are for its host.
+    pub(super) fn in_container(mut self) -> Self {
+        if let Some(fix) = self.fix.as_mut().filter(|fix| OF_KERNEL.iter().any(|part| fix.contains(part))) {
+            *fix += if fix.contains("    #") { "; on" } else { "    # on" };
+            *fix += " the host of this container";
+        }
+        self
+    }
 }
 
 /// A check, before the result is known.

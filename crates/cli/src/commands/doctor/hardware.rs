@@ -12,7 +12,7 @@ pub fn dma_heaps(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices("dma_heap", "buffers that other drivers import as dma-bufs");
     let names = probe.names("/dev/dma_heap");
     if names.is_empty() {
-        return subject.missing("no /dev/dma_heap", kernel_option("DMABUF_HEAPS"));
+        return subject.missing("no /dev/dma_heap", kernel_option("CONFIG_DMABUF_HEAPS"));
     }
     let closed = names.iter().find(|n| probe.node(format!("/dev/dma_heap/{n}")) == NodeState::Closed);
     match closed {
@@ -45,7 +45,7 @@ pub fn vfio(probe: &Probe) -> Check {
                     iommufd.map_or_else(|why| format!("no iommufd: {}", error_chain(&why)), |()| "iommufd".to_owned());
                 subject.ok(format!("{path} and {iommufd}; no device is bound to vfio-pci"))
             }
-            _ => node(probe, subject, path, "sudo modprobe vfio-pci".to_owned()),
+            _ => node(probe, subject, path, load(probe, "vfio-pci")),
         };
     }
     let lines: Vec<_> = backends.iter().map(how).collect();
@@ -78,7 +78,7 @@ fn how(status: &vfio::BackendStatus) -> String {
 
 fn fix(probe: &Probe, error: &vfio::Error) -> String {
     match error {
-        vfio::Error::NoModule { module, .. } => format!("sudo modprobe {module}"),
+        vfio::Error::NoModule { module, .. } => load(probe, module),
         vfio::Error::NotBuilt { option, .. } => kernel_option(option),
         vfio::Error::NoPermission { path } => open_up(&path.to_string_lossy()),
         vfio::Error::NoDeviceFile(_) => kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
@@ -107,6 +107,11 @@ pub fn iommu_groups(probe: &Probe) -> Check {
 
 /// One command, which adds an option to the kernel's command line and changes nothing until the next start.
 fn switch_iommu_on(probe: &Probe) -> String {
+    if probe.field("/proc/cpuinfo", "flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor")) {
+        return "lscpu | grep -i hypervisor    # its host gives this virtual machine an IOMMU: QEMU by -device \
+                intel-iommu,intremap=on"
+            .to_owned();
+    }
     if probe.field("/proc/cpuinfo", "vendor_id").as_deref() != Some("GenuineIntel") {
         return "sudo dmesg | grep -iE 'iommu|smmu|amd-vi'    # and switch it on in the firmware".to_owned();
     }
@@ -170,7 +175,19 @@ pub fn open_up(path: &str) -> String {
     format!("sudo setfacl -m u:$USER:rw {path}")
 }
 
+/// The command that loads a module, where there is one for the running kernel.
+pub fn load(probe: &Probe, module: &str) -> String {
+    let release = probe.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let modules = probe.text(format!("/lib/modules/{release}/modules.dep")).unwrap_or_default();
+    match modules.split(['/', '.']).any(|word| word == module) {
+        true => format!("sudo modprobe {module}"),
+        false => {
+            format!("modinfo {module}    # not there for this kernel: boot one that has it, or install the driver")
+        }
+    }
+}
+
 /// Not a module: the kernel has it built in, or has it not.
-fn kernel_option(option: &str) -> String {
-    format!("grep {option} /boot/config-$(uname -r)    # boot a kernel that has it built in")
+pub fn kernel_option(option: &str) -> String {
+    format!("zgrep {option} /proc/config.gz /boot/config-$(uname -r)    # boot a kernel that has it built in")
 }

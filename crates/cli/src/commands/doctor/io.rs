@@ -13,6 +13,7 @@ use dmalane::queue::{OpError, Operation, RunError, run};
 use dmalane::{FileOptions, error_chain};
 
 use super::check::{Check, Subject};
+use super::hardware::kernel_option;
 use crate::failure::Failure;
 use crate::layout::shell_words;
 use crate::probe::Probe;
@@ -31,11 +32,12 @@ pub fn io_uring(probe: &Probe) -> Check {
     };
     let filtered = probe.field("/proc/self/status", "Seccomp").as_deref() == Some("2");
     let fix = match probe.number("/proc/sys/kernel/io_uring_disabled") {
-        Some(1 | 2) => "sudo sysctl kernel.io_uring_disabled=0",
+        Some(1 | 2) => "sudo sysctl kernel.io_uring_disabled=0".to_owned(),
         _ if filtered => {
             "docker run --security-opt seccomp=unconfined ...    # or allow io_uring_setup, _enter and _register"
+                .to_owned()
         }
-        _ => "grep IO_URING /boot/config-$(uname -r)",
+        _ => kernel_option("CONFIG_IO_URING"),
     };
     subject.missing(why, fix)
 }

@@ -3,6 +3,7 @@
 use dmalane::dma::{NoPages, PageKind};
 
 use super::check::{Check, Subject};
+use super::hardware::kernel_option;
 use super::host::HOST_BUFFERS;
 use crate::probe::Probe;
 use crate::size::binary;
@@ -33,10 +34,7 @@ pub fn reserved_2m(probe: &Probe) -> Check {
         "the best buffers for direct I/O: few segments, few page-table leaves, zeroed fastest",
     );
     let Some(Pool { total, free, usable }) = pool(probe, 2048) else {
-        return subject.missing(
-            "the kernel has none",
-            "grep -E 'HUGETLB|THP' /boot/config-$(uname -r)    # CONFIG_HUGETLBFS is off",
-        );
+        return subject.missing("the kernel has none", kernel_option("CONFIG_HUGETLBFS"));
     };
     let need = HOST_BUFFERS >> 21;
     let found = format!("{free} free of {total}");
@@ -91,9 +89,6 @@ fn setting(probe: &Probe, subject: Subject, file: &str, best: &str, good: &[&str
             subject.missing(choice, format!("echo {best} | sudo tee {TRANSPARENT}/{file}"))
         }
         (_, Some(_)) => subject.note("a setting that this program does not know"),
-        (_, None) => subject.missing(
-            "the kernel has none",
-            "grep TRANSPARENT_HUGEPAGE /boot/config-$(uname -r)    # the option is off",
-        ),
+        (_, None) => subject.missing("the kernel has none", kernel_option("CONFIG_TRANSPARENT_HUGEPAGE")),
     }
 }

@@ -5,7 +5,7 @@
 use dmalane::pci;
 
 use super::check::{Check, Subject};
-use super::hardware::{list, open_up};
+use super::hardware::{list, load, open_up};
 use crate::probe::{NodeState, Probe};
 
 /// The PCI functions that the driver binds: of the QDMA, then of the control BARs.
@@ -47,7 +47,7 @@ pub fn driver(probe: &Probe) -> Check {
             (true, Some(_)) => {
                 subject.missing(format!("{about}, no V80 on the PCI bus"), "echo 1 | sudo tee /sys/bus/pci/rescan")
             }
-            (false, None) => subject.missing(format!("{}; {about}", list(&functions)), "sudo modprobe slash"),
+            (false, None) => subject.missing(format!("{}; {about}", list(&functions)), load(probe, "slash")),
             (false, Some(_)) => subject.missing(
                 format!("{}; {about}, but there is no /dev/slash_qdma_ctlN", list(&functions)),
                 "sudo dmesg | grep slash    # says why the driver did not take the card",

@@ -48,6 +48,10 @@ fn good() -> Vec<(&'static str, &'static [u8])> {
         ("dev/udmabuf", b""),
         ("dev/vfio/vfio", b""),
         ("dev/iommu", b""),
+        (
+            "lib/modules/6.12.3-amd64/modules.dep",
+            b"kernel/drivers/vfio/pci/vfio-pci.ko.xz: kernel/drivers/vfio/vfio.ko.xz\n",
+        ),
         ("sys/bus/pci/devices/0000:01:00.0/class", b"0x030200\n"),
         ("sys/bus/pci/devices/0000:01:00.0/vendor", b"0x10de\n"),
         ("sys/bus/pci/devices/0000:01:00.0/device", b"0x2204\n"),
@@ -190,7 +194,7 @@ fn an_empty_machine_still_gets_a_report() {
     assert!(
         ours.contains("memlock")
             && real.contains("note     udmabuf")
-            && real.contains("         fix: grep CONFIG_UDMABUF")
+            && real.contains("         fix: zgrep CONFIG_UDMABUF /proc/config.gz /boot/config-$(uname -r)\n")
     );
 }
 
@@ -255,6 +259,39 @@ fn each_missing_item_comes_with_a_fix() {
     assert!(switch_on(&files).contains("sudo tee /etc/default/grub.d/iommu.cfg"), "{}", switch_on(&files));
     files.push(("usr/sbin/grubby", b""));
     assert!(switch_on(&files).starts_with("sudo grubby --update-kernel=ALL"), "{}", switch_on(&files));
+}
+
+const NO_MODULE: &str = "    # not there for this kernel: boot one that has it, or install the driver";
+
+#[test]
+fn fixes_are_those_of_the_machine() {
+    let fix = |without: &str, more: &[(&'static str, &'static [u8])], name: &str| {
+        let mut files: Vec<_> = good().into_iter().filter(|(path, _)| !path.starts_with(without)).collect();
+        files.retain(|(path, _)| !more.iter().any(|(other, _)| path == other));
+        files.extend(more);
+        let (_root, probe) = machine(&files);
+        let report = look(&probe);
+        consistent(&report);
+        find(&report, name).fix.clone().unwrap()
+    };
+    let nodes = "dev/";
+    assert_eq!(fix(nodes, &[], "vfio"), "sudo modprobe vfio-pci");
+    let none: [(&str, &[u8]); 1] = [("lib/modules/6.12.3-amd64/modules.dep", b"")];
+    assert_eq!(fix(nodes, &none, "vfio"), format!("modinfo vfio-pci{NO_MODULE}"));
+    // Where it can be read, it is one of these.
+    let option = "zgrep CONFIG_TRANSPARENT_HUGEPAGE /proc/config.gz /boot/config-$(uname -r)    # boot a kernel that";
+    assert!(fix("sys/kernel/mm/transparent", &none, "thp").starts_with(option));
+    // A virtual machine cannot switch on what it was not given.
+    let guest: [(&str, &[u8]); 1] =
+        [("proc/cpuinfo", b"vendor_id\t: GenuineIntel\nflags\t\t: fpu hypervisor lahf_lm\n")];
+    assert!(fix("sys/kernel/iommu_groups", &guest, "iommu_groups").contains("QEMU by -device intel-iommu"));
+    // A container has its kernel from its host.
+    for file in CONTAINER {
+        let file: [(&str, &[u8]); 1] = [(file.trim_start_matches('/'), b"")];
+        assert_eq!(fix(nodes, &file, "vfio"), "sudo modprobe vfio-pci    # on the host of this container");
+        let groups = fix("sys/kernel/iommu_groups", &file, "iommu_groups");
+        assert!(groups.ends_with("with VT-d on in the firmware; on the host of this container"), "{groups}");
+    }
 }
 
 #[test]
@@ -333,6 +370,7 @@ fn v80() -> Vec<(&'static str, &'static [u8])> {
         ("dev/slash_qdma_ctl0", b""),
         ("dev/slash_hotplug", b""),
         ("run/vrtd.sock", b""),
+        ("lib/modules/6.12.3-amd64/modules.dep", b"updates/dkms/slash.ko:\n"),
         ("sys/module/slash/version", b"1.2.0\n"),
         ("sys/module/slash/parameters/qdma_num_threads", b"8\n"),
         ("sys/bus/pci/devices/0000:61:00.1/class", b"0x120000\n"),
@@ -362,6 +400,8 @@ fn what_slash_lacks_comes_with_a_command() {
     assert_eq!(check(&[], "vrtd").0, Status::Ok);
     let fix = |without: &[&str], name| check(without, name).2.unwrap();
     assert_eq!(fix(&[&nodes[..], &["sys/module/slash"]].concat(), "slash"), "sudo modprobe slash");
+    let no_driver = [&nodes[..], &["sys/module/slash", "lib"]].concat();
+    assert_eq!(fix(&no_driver, "slash"), format!("modinfo slash{NO_MODULE}"));
     assert!(fix(&nodes, "slash").starts_with("sudo dmesg | grep slash "));
     assert!(fix(&nodes[1..], "slash").starts_with("sudo dmesg | grep slash_qdma"));
     let no_card = [&nodes[..], &["sys/bus/pci/devices/0000:61"]].concat();
