@@ -78,8 +78,10 @@ pub enum Error {
         now: u64,
     },
     /// A limit of memory does not allow an allocation: that of a read, or of a model.
-    #[error("{}", beyond(*wanted, *used, *limit))]
+    #[error("{}", beyond(tensor, *wanted, *used, *limit))]
     Limit {
+        /// The tensor, or the first of several, if it is about any.
+        tensor: Option<String>,
         /// Bytes of the allocation.
         wanted: u64,
         /// Bytes in use.
@@ -202,15 +204,17 @@ fn lengths(before: u64, now: u64) -> String {
     if before == now { String::new() } else { format!(": it had {before} bytes and now has {now}") }
 }
 
-fn beyond(wanted: u64, used: u64, limit: u64) -> String {
+fn beyond(tensor: &Option<String>, wanted: u64, used: u64, limit: u64) -> String {
+    let to_read = tensor.as_ref().map_or_else(String::new, |t| format!(" to read tensor {t:?}"));
+    let enough = wanted.saturating_add(used);
     match wanted > limit {
         true => format!(
-            "{wanted} bytes are more than the memory limit of {limit}: read less at a time, tensors one by one (a \
-             stream; in Python safe_open(...).tensors()), or a large one in slices"
+            "{wanted} bytes{to_read} are more than the memory limit of {limit}: raise it to {enough}, or read less at \
+             a time, tensors one by one (a stream; in Python safe_open(...).tensors()), or a large one in slices"
         ),
         false => format!(
-            "{wanted} bytes are wanted, but {used} of the memory limit of {limit} are in use: release tensors, or \
-             raise it"
+            "{wanted} bytes{to_read} are wanted, but {used} of the memory limit of {limit} are in use: release \
+             tensors, or raise it to {enough}"
         ),
     }
 }

@@ -134,8 +134,8 @@ impl From<LoadError> for Failure {
             LoadError::Changed { path, before, now } => {
                 failure("ChangedError").path(path).number("before", *before).number("size", *now)
             }
-            LoadError::Limit { wanted, used, limit } => {
-                Self::limit(*wanted, *limit, error_chain(&error)).number("used", *used)
+            LoadError::Limit { tensor, wanted, used, limit } => {
+                Self::limit(*wanted, *limit, error_chain(&error)).number("used", *used).tensor(tensor.as_deref())
             }
             LoadError::Fill(FillError::NoRoom { wanted, left, .. }) => Self::limit(*wanted, *left, error_chain(&error)),
             LoadError::Fill(FillError::Cancelled { .. }) => failure("CancelledError"),

@@ -91,17 +91,25 @@ def test_tensors_that_are_kept_meet_the_limit(large):
                 kept.append(item)
         assert error.value.limit == 10 << 20 and error.value.used <= 10 << 20 and error.value.wanted >= 4 << 20
         assert isinstance(error.value, MemoryError)
-        with pytest.raises(dmalane.MemoryLimitError):
+        assert error.value.tensor == "layer.02" and 'to read tensor "layer.02"' in str(error.value)
+        with pytest.raises(dmalane.MemoryLimitError) as error:
             f.get_tensor("layer.20")
+        assert error.value.tensor == "layer.20"
+        assert f"raise it to {error.value.wanted + error.value.used}" in str(error.value)
         del item
         kept[0][1].release()
         assert f.get_tensor("layer.20").nbytes == 4 << 20
     with dmalane.safe_open(large, memory_limit="1MiB") as f:
         for read in (lambda: next(f.tensors()), lambda: f.get_tensor("layer.00")):
-            with pytest.raises(dmalane.MemoryLimitError, match="in slices"):
+            with pytest.raises(dmalane.MemoryLimitError, match="in slices") as error:
                 read()
+            assert error.value.tensor == "layer.00" and f"raise it to {error.value.wanted}" in str(error.value)
         assert f.get_slice("layer.00")[:16].shape == (16, 1024)
-    with pytest.raises(dmalane.MemoryLimitError):
+        for part in (slice(None), (slice(None), slice(0, 1023))):
+            with pytest.raises(dmalane.MemoryLimitError) as error:
+                f.get_slice("layer.00")[part]
+            assert error.value.tensor == "layer.00"
+    with pytest.raises(dmalane.MemoryLimitError, match=r"raise it to \d+, or read less"):
         dmalane.load_file(large, memory_limit="95MiB")
 
 

@@ -23,8 +23,8 @@ pub(super) struct Budget {
 #[derive(Default)]
 struct State {
     used: u64,
-    /// Bytes that a reader waits for.
-    waiting: Option<u64>,
+    /// Bytes that a reader waits for, and for which tensor.
+    waiting: Option<(u64, String)>,
 }
 
 /// Bytes of a limit, given back when dropped.
@@ -58,41 +58,46 @@ impl Budget {
         lock(&self.state).used
     }
 
-    /// Bytes that a reader waits for.
-    pub fn waiting(&self) -> Option<u64> {
-        lock(&self.state).waiting
+    /// Bytes that a reader waits for, and for which tensor.
+    pub fn waiting(&self) -> Option<(u64, String)> {
+        lock(&self.state).waiting.clone()
     }
 
-    pub fn refuse(&self, wanted: u64) -> Error {
-        self.refusal(wanted, self.used())
+    pub fn refuse(&self, tensor: Option<&str>, wanted: u64) -> Error {
+        self.refusal(tensor, wanted, self.used())
     }
 
-    fn refusal(&self, wanted: u64, used: u64) -> Error {
-        Error::Limit { wanted, used, limit: self.limit }
+    fn refusal(&self, tensor: Option<&str>, wanted: u64, used: u64) -> Error {
+        Error::Limit { tensor: tensor.map(str::to_owned), wanted, used, limit: self.limit }
     }
 
     /// Whether this number of bytes can be had now.
     pub fn check(&self, bytes: u64) -> Result<(), Error> {
         let used = self.used();
-        if used.saturating_add(bytes) > self.limit { Err(self.refusal(bytes, used)) } else { Ok(()) }
+        if used.saturating_add(bytes) > self.limit { Err(self.refusal(None, bytes, used)) } else { Ok(()) }
     }
 
-    /// Takes bytes now.
-    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Charge, Error> {
+    /// Takes bytes now, for this tensor.
+    pub fn take(self: &Arc<Self>, tensor: Option<&str>, bytes: u64) -> Result<Charge, Error> {
         let mut state = lock(&self.state);
         match state.used.checked_add(bytes).filter(|used| *used <= self.limit) {
             Some(used) => {
                 state.used = used;
                 Ok(Charge { budget: self.clone(), bytes })
             }
-            None => Err(self.refusal(bytes, state.used)),
+            None => Err(self.refusal(tensor, bytes, state.used)),
         }
     }
 
     /// Takes bytes as soon as they are free; `None` when `cancelled` says so first.
-    pub fn wait(self: &Arc<Self>, bytes: u64, cancelled: &dyn Fn() -> bool) -> Result<Option<Charge>, Error> {
+    pub fn wait(
+        self: &Arc<Self>,
+        tensor: &str,
+        bytes: u64,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Option<Charge>, Error> {
         if bytes > self.limit {
-            return Err(self.refuse(bytes));
+            return Err(self.refuse(Some(tensor), bytes));
         }
         let mut state = lock(&self.state);
         loop {
@@ -104,7 +109,7 @@ impl Budget {
             if state.used.saturating_add(bytes) <= self.limit {
                 break;
             }
-            state.waiting = Some(bytes);
+            state.waiting.get_or_insert_with(|| (bytes, tensor.to_owned()));
             state = self.freed.wait_timeout(state, EVERY).unwrap_or_else(PoisonError::into_inner).0;
         }
         (state.waiting, state.used) = (None, state.used + bytes);
@@ -119,10 +124,10 @@ mod tests {
     #[test]
     fn charges_add_up_and_come_back() {
         let budget = Budget::new(100);
-        let first = budget.take(60).unwrap();
-        assert!(matches!(budget.take(41), Err(Error::Limit { wanted: 41, used: 60, limit: 100 })));
+        let first = budget.take(None, 60).unwrap();
+        assert!(matches!(budget.take(Some("a"), 41), Err(Error::Limit { wanted: 41, used: 60, limit: 100, .. })));
         assert!(budget.check(u64::MAX).is_err() && budget.check(40).is_ok());
-        let second = budget.take(40).unwrap();
+        let second = budget.take(None, 40).unwrap();
         drop(first);
         assert_eq!(budget.used(), 40);
         drop(second);
@@ -132,11 +137,11 @@ mod tests {
     #[test]
     fn a_reader_waits_until_memory_comes_back() {
         let budget = Budget::new(100);
-        let first = budget.take(60).unwrap();
-        assert!(budget.wait(101, &|| false).is_err(), "it could never be had");
-        assert!(budget.wait(50, &|| true).unwrap().is_none());
+        let first = budget.take(None, 60).unwrap();
+        assert!(budget.wait("a", 101, &|| false).is_err(), "it could never be had");
+        assert!(budget.wait("a", 50, &|| true).unwrap().is_none());
         let (mine, never) = (budget.clone(), || false);
-        let waiting = std::thread::spawn(move || mine.wait(50, &never).unwrap().is_some());
+        let waiting = std::thread::spawn(move || mine.wait("a", 50, &never).unwrap().is_some());
         while budget.waiting().is_none() {
             std::thread::yield_now();
         }

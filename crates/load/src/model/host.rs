@@ -251,7 +251,7 @@ impl HostModel {
     pub fn read(&self, name: &str, watch: &mut Watch<'_>) -> Result<HostTensor, Error> {
         let (file, index) = self.place(name)?;
         let plan = self.reader.plan(file, index..index + 1, None)?;
-        let charge = self.reader.budget.take(plan.memory())?;
+        let charge = self.reader.budget.take(Some(name), plan.memory())?;
         let (block, plan) = self.reader.read_one(file, plan, charge, watch)?;
         let tensor = &self.reader.files[file].contents().tensors[index];
         Ok(HostTensor::new(tensor, tensor.dims(), block, plan.places[0], tensor.len))
@@ -435,7 +435,7 @@ impl HostModel {
         if bytes == 0 {
             return Ok(None);
         }
-        let _charge = reader.budget.take(job.buffers[0])?;
+        let _charge = reader.budget.take(None, job.buffers[0])?;
         let len = job.buffers[0] as usize;
         let heap = Pool::new(AnonHeap::new(), len.next_multiple_of(HUGE));
         // A virtual machine's host may have to find memory for the first touch: that is not measured.

@@ -107,7 +107,7 @@ pub(super) fn read_parts(
     // What the limit leaves is for the staging buffers, and no less than they take at least.
     let (least, most) = device.staging.bounds();
     let staging = (reader.budget.limit() - reader.budget.used()).clamp(least, most);
-    let _charge = reader.budget.take(staging)?;
+    let _charge = reader.budget.take(None, staging)?;
     let to = ReadTo::Device(device, &places, staging);
     let done = read(to, &sources, places.parts.job(), &options, &mut watch, true);
     let ReadFiles { filled, methods } = done.map_err(|error| match error {

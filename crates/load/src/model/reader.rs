@@ -64,7 +64,7 @@ impl Reader {
     /// Takes the memory for one buffer for each plan.
     pub fn charge(&self, files: &[(usize, Plan)]) -> Result<Vec<Charge>, Error> {
         self.budget.check(files.iter().map(|(_, plan)| plan.memory()).sum())?;
-        files.iter().map(|(_, plan)| self.budget.take(plan.memory())).collect()
+        files.iter().map(|(_, plan)| self.budget.take(None, plan.memory())).collect()
     }
 
     /// Runs a job, if it has anything to read, and notes how the files were read. `tensors` are those of each buffer

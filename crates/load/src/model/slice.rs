@@ -9,6 +9,7 @@ use dmalane_dma::{CopyHint, Heap};
 use super::block::{Block, HostTensor, model_heap};
 use super::plan::{PAGE, Plan};
 use super::reader::Reader;
+use crate::container::Tensor;
 use crate::error::Error;
 use crate::fill::{Extent, Job, Watch};
 
@@ -43,7 +44,7 @@ pub(super) fn read(
     }
     let at = tensor.at.bits();
     if total > 0 && run < DIRECT_RUN && runs.len() > 1 {
-        let block = gather(reader, file, at, &runs, run, watch)?;
+        let block = gather(reader, file, tensor, &runs, run, watch)?;
         return Ok(HostTensor::new(tensor, shape, block, 0, total));
     }
     let element = (bits / 8).max(1);
@@ -62,7 +63,7 @@ pub(super) fn read(
     let extents = runs.iter().enumerate().filter(|_| run > 0).map(extent).collect();
     let len = if total > 0 { first + total } else { 0 };
     let plan = Plan { tensors: 0..0, places: Vec::new(), extents, len, kept: None };
-    let charge = reader.budget.take(plan.memory())?;
+    let charge = reader.budget.take(Some(&tensor.name), plan.memory())?;
     let (block, _) = reader.read_one(file, plan, charge, watch)?;
     Ok(HostTensor::new(tensor, shape, block, first.min(len), total))
 }
@@ -99,17 +100,17 @@ fn runs(shape: &[u64], ranges: &[Range<u64>], bits: u64) -> Result<(Vec<u64>, u6
     Ok((starts.into_iter().map(bytes).collect::<Result<_, _>>()?, run))
 }
 
-/// Reads many short runs of a tensor at `at`: those that lie close together with what lies between them.
+/// Reads many short runs of a tensor: those that lie close together with what lies between them.
 fn gather(
     reader: &Reader,
     file: usize,
-    at: u64,
+    tensor: &Tensor,
     runs: &[u64],
     run: u64,
     watch: &mut Watch<'_>,
 ) -> Result<Arc<Block>, Error> {
-    let total = runs.len() as u64 * run;
-    let charge = reader.budget.take(total.next_multiple_of(PAGE))?;
+    let (at, total) = (tensor.at.bits(), runs.len() as u64 * run);
+    let charge = reader.budget.take(Some(&tensor.name), total.next_multiple_of(PAGE))?;
     let of = &reader.files[file];
     let buf = model_heap().allocate(total as usize)?.share();
     let (mut first, mut to) = (0, 0);

@@ -105,9 +105,9 @@ impl TensorStream {
                 self.stuck = Some(Instant::now());
                 return Ok(Next::NeedsMemory);
             }
-            (Some(bytes), Some(since)) if since.elapsed() > TIMEOUT => {
+            (Some((bytes, tensor)), Some(since)) if since.elapsed() > TIMEOUT => {
                 self.cancel();
-                return Err(self.reader.budget.refuse(bytes));
+                return Err(self.reader.budget.refuse(Some(&tensor), bytes));
             }
             _ => {}
         }
@@ -165,9 +165,10 @@ fn produce(
 
 /// Reads some tensors of a file; `None` when cancelled.
 fn read(reader: &Reader, file: usize, tensors: Range<usize>, cancelled: &AtomicBool) -> Result<Option<Batch>, Error> {
+    let first = &reader.files[file].contents().tensors[tensors.start].name;
     let plan = reader.plan(file, tensors, None)?;
     let stop = || cancelled.load(Ordering::Relaxed);
-    let Some(charge) = reader.budget.wait(plan.memory(), &stop)? else { return Ok(None) };
+    let Some(charge) = reader.budget.wait(first, plan.memory(), &stop)? else { return Ok(None) };
     let mut watch = |_| if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
     let (block, plan) = reader.read_one(file, plan, charge, &mut watch)?;
     Ok(Some(Batch { file, plan, block }))

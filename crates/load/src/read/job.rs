@@ -40,7 +40,7 @@ pub(crate) fn read(
 ) -> Result<ReadFiles, Error> {
     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
     if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
-        return Err(Error::Limit { wanted, used: 0, limit });
+        return Err(Error::Limit { tensor: None, wanted, used: 0, limit });
     }
     let capabilities = match &to {
         ReadTo::Heap(heap) => Some(heap.capabilities()),
