@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import Error, __version__, manifest, verify
+from . import Error, __version__, manifest
 from ._native import Files
+from ._save import verified
 from .compare.__main__ import main as compare
 from .compare.measure import plain
 from .compare.report import table
@@ -49,14 +50,19 @@ def inspect(files: list[str]) -> int:
 
 def differences(files: list[str], path: str, as_json: bool) -> int:
     """Prints where files differ from their manifest."""
-    found = verify(files, path)
+    done = verified(files, path)
+    found, unchecked = done["differences"], done["unchecked_files"]
     if as_json:
-        print(json.dumps({"schema": 1, "command": "verify", "differences": found}, indent=1))
+        print(json.dumps(done, indent=1))
         return int(bool(found))
     for one in found:
-        parts = [one["file"], one["problem"], one["part"], one["tensor"] and repr(one["tensor"])]
-        print(plain(" ".join(part for part in parts if part)))
-    print("Verified" if not found else "1 difference" if len(found) == 1 else f"{len(found)} differences")
+        print(plain(one["message"]))
+    if not found:
+        print("Verified in part" if unchecked else "Verified")
+    else:
+        print("1 difference" if len(found) == 1 else f"{len(found)} differences")
+    if unchecked:
+        print(f"Not checked: {unchecked} file{'s' if unchecked > 1 else ''} of the manifest not named")
     return int(bool(found))
 
 
@@ -65,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dmalane {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, about in (
-        ("inspect", "list the tensors of files"),
+        ("inspect", "list the tensors of files (`inspect` of the program in Rust shows what is in the page cache)"),
         ("manifest", "hash every tensor of files; prints the manifest"),
         ("verify", "compare files with their manifest"),
     ):

@@ -36,5 +36,11 @@ def manifest(filename: Paths, *, sha256: bool = False) -> dict[str, Any]:
 
 def verify(filename: Paths, manifest: Manifest) -> list[dict[str, Any]]:
     """Compares files with a manifest; returns the differences as `dmalane verify --json` has them: none is good."""
-    found: list[dict[str, Any]] = json.loads(_native.verify(paths_of(filename), manifest_of(manifest)))
+    found: list[dict[str, Any]] = verified(filename, manifest)["differences"]
+    return found
+
+
+def verified(filename: Paths, manifest: Manifest) -> dict[str, Any]:
+    """The object of `dmalane verify --json`, without times."""
+    found: dict[str, Any] = json.loads(_native.verify(paths_of(filename), manifest_of(manifest)))
     return found

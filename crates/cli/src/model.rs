@@ -41,14 +41,11 @@ impl ReadMode {
         FileOptions::for_mode(self.mode())
     }
 
-    /// Opens the files of models: a directory or an index stands for its files. Adds what had to be copied first.
-    pub fn open(self, paths: &[PathBuf], copied: &mut Copied) -> Result<Inputs, Failure> {
-        let mut inputs = Inputs::default();
-        let found = set(paths)?.files;
-        inputs.whole = !found.iter().map(|file| &file.path).eq(paths);
-        let files = open_all(&found, copied)?;
-        inputs.files = open_inputs(files, self.options()).map_err(failure)?;
-        Ok(inputs)
+    /// Opens the files of models, for which these paths stand. Adds what had to be copied first.
+    pub fn open(self, set: ModelSet, paths: &[PathBuf], copied: &mut Copied) -> Result<Inputs, Failure> {
+        let whole = !set.files.iter().map(|file| &file.path).chain(&set.missing).eq(paths);
+        let files = open_inputs(open_all(&set.files, copied)?, self.options()).map_err(failure)?;
+        Ok(Inputs { files, whole, missing: set.missing })
     }
 }
 

@@ -139,7 +139,7 @@ impl Serialize for Difference {
             Problem::Missing => ("missing", None, None, None),
             Problem::Unlisted => ("unlisted", None, None, None),
         };
-        let mut fields = serializer.serialize_struct("Difference", 8)?;
+        let mut fields = serializer.serialize_struct("Difference", 9)?;
         fields.serialize_field("file", &self.file)?;
         fields.serialize_field("problem", problem)?;
         fields.serialize_field("part", &part.map(RegionKind::kind))?;
@@ -148,6 +148,7 @@ impl Serialize for Difference {
         fields.serialize_field("end", &place.map(|(_, end)| end))?;
         fields.serialize_field("expected_bytes", &lengths.map(|(expected, _)| expected))?;
         fields.serialize_field("found_bytes", &lengths.map(|(_, found)| found))?;
+        fields.serialize_field("message", &self.to_string())?;
         fields.end()
     }
 }

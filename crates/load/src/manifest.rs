@@ -4,6 +4,7 @@
 //! are compared with it while they are loaded ([`OpenDevice::load_checked`](crate::OpenDevice::load_checked)), or
 //! alone ([`Manifest::verify`]). docs/formats/manifest.md describes the JSON.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write;
 use std::fs::File;
@@ -221,7 +222,7 @@ impl Manifest {
             let pointer = lfs_pointer(&input.source.path, &*input.source.file()?)?;
             found.push(len);
             // Of a pointer, no byte is one of the file.
-            lens.push(file.filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));
+            lens.push(file.as_ref().filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));
             pointers.push(pointer);
         }
         let digests = digest(inputs, &lens, hash_regions(&files), progress)?;
@@ -238,20 +239,33 @@ impl Manifest {
             differences.extend(file.other_length(found[i]));
         }
         if all {
-            let listed = |file: &ManifestFile| files.iter().flatten().any(|found| found.name == file.name);
-            let missing = self.files.iter().filter(|file| !listed(file));
-            differences.extend(missing.map(|file| Problem::Missing.of(&file.name)));
+            differences.extend(self.others(inputs).map(|file| Problem::Missing.of(file)));
         }
         Ok(differences)
     }
 
-    /// The files of these names, each of the manifest if it has one of that name. A single file may have been renamed.
+    /// The names of its files that are not among these.
+    pub(crate) fn others<S>(&self, inputs: &[Input<S>]) -> impl Iterator<Item = &str> {
+        let names: HashSet<String> = inputs.iter().map(|input| name(&input.source.path)).collect();
+        let is_renamed = self.only(inputs.len()).is_some();
+        self.files.iter().map(|file| &*file.name).filter(move |name| !is_renamed && !names.contains(*name))
+    }
+
+    /// Its only file, if it is compared with a single one: that may have been renamed.
+    fn only(&self, files: usize) -> Option<&ManifestFile> {
+        self.files.first().filter(|_| self.files.len() == 1 && files == 1)
+    }
+
+    /// The files of these names, each of the manifest if it has one of that name. A single file may have been renamed,
+    /// and goes by the name that it has now.
     fn matching<'a>(&self, paths: impl ExactSizeIterator<Item = &'a Path>) -> Expected<'_> {
-        if let ([only], 1) = (&self.files[..], paths.len()) {
-            return vec![Some(only)];
-        }
+        let only = self.only(paths.len());
         let names: BTreeMap<&str, &ManifestFile> = self.files.iter().map(|file| (&*file.name, file)).collect();
-        paths.map(|path| names.get(&*name(path)).copied()).collect()
+        let find = |name: String| match names.get(&*name) {
+            Some(file) => Some(Cow::Borrowed(*file)),
+            None => only.map(|file| Cow::Owned(ManifestFile { name, ..file.clone() })),
+        };
+        paths.map(name).map(find).collect()
     }
 
     /// The part of the manifest that is about each of these files, which have these lengths; nothing in an empty one.
@@ -264,7 +278,7 @@ impl Manifest {
         }
         let (paths, found): (Vec<&Path>, Vec<u64>) = files.unzip();
         let matching = self.matching(paths.iter().copied());
-        let check = |((path, file), found): ((&&Path, &Option<&ManifestFile>), u64)| match file {
+        let check = |((path, file), found): ((&&Path, &Option<Cow<'_, ManifestFile>>), u64)| match file {
             Some(file) => file.other_length(found),
             None => Some(Problem::Unlisted.of(name(path))),
         };
@@ -358,12 +372,13 @@ impl Manifest {
 }
 
 /// The part of a manifest that is about each of some files, as far as it has them.
-pub(crate) type Expected<'a> = Vec<Option<&'a ManifestFile>>;
+pub(crate) type Expected<'a> = Vec<Option<Cow<'a, ManifestFile>>>;
 
 /// The ranges to hash for files, each with what is expected of it.
-pub(crate) fn hash_regions(files: &[Option<&ManifestFile>]) -> HashRegions {
+pub(crate) fn hash_regions(files: &[Option<Cow<'_, ManifestFile>>]) -> HashRegions {
     let sha256 = files.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
-    HashRegions { ends: files.iter().map(|file| file.map_or(Vec::new(), ManifestFile::ends)).collect(), sha256 }
+    let ends = files.iter().map(|file| file.as_ref().map_or(Vec::new(), |file| file.ends()));
+    HashRegions { ends: ends.collect(), sha256 }
 }
 
 /// Compares what was hashed, for each file its regions.

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use dmalane::FileOptions;
 use dmalane::file::Mode;
-use dmalane::load::{Inputs, Manifest};
+use dmalane::load::{Inputs, Manifest, ModelSet};
 use pyo3::prelude::*;
+use serde_json::json;
 
 use crate::failure::Failure;
 use crate::interrupt;
@@ -29,22 +30,30 @@ impl ManifestOf {
 /// Hashes every tensor, header and gap of files: the JSON of a manifest.
 #[pyfunction]
 pub(crate) fn manifest(py: Python<'_>, paths: Vec<PathBuf>, sha256: bool) -> PyResult<String> {
-    let mut inputs = Inputs::open(&paths, FileOptions::default()).map_err(Failure::from)?;
+    let set = ModelSet::of(&paths).map_err(Failure::from)?;
+    let mut inputs = Inputs::open(set, &paths, FileOptions::default()).map_err(Failure::from)?;
     let made = interrupt::run(py, inputs.bytes(), None, |progress| {
         Manifest::of(&mut inputs.files, sha256, &mut |n| progress.advance(n)).map_err(Failure::from)
     })?;
     Ok(made?.to_json())
 }
 
-/// Compares files with a manifest: the differences as JSON.
+/// Compares files with a manifest: the object of docs/formats/json.md, without times.
 #[pyfunction]
 pub(crate) fn verify(py: Python<'_>, paths: Vec<PathBuf>, manifest: ManifestOf) -> PyResult<String> {
     let manifest = manifest.read()?;
-    let mut inputs = Inputs::open(&paths, FileOptions::default()).map_err(Failure::from)?;
-    let found = interrupt::run(py, inputs.bytes(), None, |progress| {
-        manifest.verify(&mut inputs.files, inputs.whole, &mut |n| progress.advance(n)).map_err(Failure::from)
-    })?;
-    serde_json::to_string(&found?).map_err(|e| Failure::new("Error", e.to_string()).into())
+    let set = ModelSet::there(&paths).map_err(Failure::from)?;
+    let mut inputs = Inputs::open(set, &paths, FileOptions::default()).map_err(Failure::from)?;
+    let (bytes, unchecked) = (inputs.bytes(), inputs.unchecked(&manifest));
+    let found = interrupt::run(py, bytes, None, |progress| {
+        inputs.verify(Some(&manifest), &mut |n| progress.advance(n)).map_err(Failure::from)
+    })??;
+    let verified = found.is_empty();
+    let object = json!({
+        "schema": 1, "command": "verify", "verified": verified, "bytes": bytes, "unchecked_files": unchecked,
+        "differences": found,
+    });
+    Ok(object.to_string())
 }
 
 /// Whether files are read past the page cache.

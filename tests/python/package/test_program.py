@@ -70,9 +70,29 @@ def test_files_are_compared_with_their_manifest(tmp_path):
         "Verified\n", 2)  # fmt: skip
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     done = program("verify", path, "--manifest", manifest)
-    assert (done.returncode, done.stdout) == (1, "m.safetensors changed tensor 'b'\n1 difference\n")
+    end = path.stat().st_size
+    said = f'm.safetensors: tensor "b" differs (bytes {end - 2}..{end})\n1 difference\n'
+    assert (done.returncode, done.stdout) == (1, said)
     told = program("verify", path, "--manifest", manifest, "--json")
     assert told.returncode == 1 and [one["tensor"] for one in json.loads(told.stdout)["differences"]] == ["b"]
+    # Some files of the manifest, and one that was not downloaded.
+    other = write_model(tmp_path / "other.safetensors", {"c": ("U8", [1], b"c")})
+    both = tmp_path / "both.manifest"
+    both.write_text(json.dumps(dmalane.manifest([path, other])))
+    rest = "Not checked: 1 file of the manifest not named\n"
+    assert program("verify", path, "--manifest", both).stdout == f"Verified in part\n{rest}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
+    done = program("verify", path, "--manifest", both)
+    assert done.stdout == (
+        "m.safetensors: it is a Git LFS pointer to a file of 99 bytes, not that file; run: git lfs pull\n"
+        f"1 difference\n{rest}"
+    )
+    if "DMALANE_BIN" in os.environ:
+        words = [os.environ["DMALANE_BIN"], "verify", path, "--manifest", both, "--json"]
+        full = json.loads(subprocess.run(words, capture_output=True, text=True, check=False).stdout)
+        ours = json.loads(program("verify", path, "--manifest", both, "--json").stdout)
+        assert ours == {name: full[name] for name in ours}
+    path.write_bytes(other.read_bytes())
     for status in (0, 1):
         done = program("manifest", path, "-o", tmp_path / "written")
         assert (done.returncode, done.stdout) == (status, "")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,51 @@ def test_each_flipped_bit_is_found_and_named(model, tmp_path):
             assert error.value.tensor is None or isinstance(error.value, dmalane.FormatError)
         path.write_bytes(good)
     assert dmalane.load_file(files, verify=manifest)
+
+
+def test_differences_name_the_file_that_was_given(model, tmp_path):
+    path = Path(model[0])
+    manifest = dmalane.manifest(path)
+    renamed = path.rename(tmp_path / "renamed.safetensors")
+    assert dmalane.verify(renamed, manifest) == dmalane.verify(tmp_path, manifest) == []
+    good = renamed.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n"
+    for bad, problem, says in (
+        (good[:-1] + bytes([good[-1] ^ 1]), "changed", rf"\(bytes \d+..{len(good)}\)"),
+        (good[:-1], "short", f"{len(good) - 1} of {len(good)} bytes are there"),
+        (good + b"1", "long", f"1 bytes follow its end at {len(good)}"),
+        (pointer, "lfs_pointer", "git lfs pull"),
+    ):
+        renamed.write_bytes(bad)
+        (difference,) = (one for one in dmalane.verify(renamed, manifest) if one["problem"] == problem)
+        assert difference["file"] == "renamed.safetensors"
+        assert re.search(f"^renamed.safetensors: .*{says}", difference["message"])
+    renamed.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    for load in (dmalane.load_file, lambda path, **options: dmalane.load_file(path, device="soft", **options)):
+        with pytest.raises(dmalane.IntegrityError, match="^renamed.safetensors: tensor") as error:
+            load(renamed, verify=manifest)
+        assert error.value.path == "renamed.safetensors"
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_shard_that_is_missing_hides_no_other_damage(model, tmp_path, indexed):
+    files = shards(tmp_path / "model", model)
+    folder = files[0].parent
+    if indexed:
+        names = {name: file.name for file in files for name in dmalane.load_file(file, "bytes")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    manifest = dmalane.manifest(folder)
+    files[1].unlink()
+    good = files[2].read_bytes()
+    files[2].write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    found = [(one["file"], one["problem"], one["tensor"]) for one in dmalane.verify(folder, manifest)]
+    assert found == [(files[2].name, "changed", "3.4"), (files[1].name, "missing", None)]
+    # What the manifest does not have is missing all the same, where an index lists it.
+    alone = dmalane.manifest([files[0], files[2]])
+    assert [one["file"] for one in dmalane.verify(folder, alone)] == [files[1].name]
+    for whole in (dmalane.manifest, dmalane.load_file):
+        with pytest.raises(dmalane.FileMissingError, match=files[1].name):
+            whole(folder)
 
 
 def test_other_files_and_bad_manifests_are_refused(model, tmp_path):

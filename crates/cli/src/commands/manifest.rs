@@ -11,7 +11,7 @@ use dmalane::load::Manifest as Hashes;
 
 use crate::failure::Failure;
 use crate::layout::{count, plain};
-use crate::model::ReadMode;
+use crate::model::{self, ReadMode};
 use crate::output::{self, Outputs};
 use crate::progress::Progress;
 use crate::size::{binary, duration, rate};
@@ -62,7 +62,7 @@ impl Manifest {
     pub fn run(self) -> Result<ExitCode, Failure> {
         source::check(&self.files)?;
         let mut copied = Copied::default();
-        let mut inputs = self.mode.open(&self.files, &mut copied)?;
+        let mut inputs = self.mode.open(model::set(&self.files)?, &self.files, &mut copied)?;
         let opened = inputs.files.iter().map(|input| &input.source.path);
         let read = output::named_files(self.files.iter().chain(opened));
         let outputs = Outputs::new(self.replace, [("--output", self.output.as_ref())])?.excluding(&read)?;

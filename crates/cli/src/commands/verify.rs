@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Args;
-use dmalane::load::{hash_in_name, verify_names};
+use dmalane::load::{ModelSet, hash_in_name};
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -61,8 +61,7 @@ impl Verify {
         source::check(self.files.iter().chain(&self.manifest))?;
         let manifest = model::manifest(self.manifest.as_deref())?;
         let mut copied = Copied::default();
-        let mut inputs = self.mode.open(&self.files, &mut copied)?;
-        let whole = inputs.whole;
+        let mut inputs = self.mode.open(ModelSet::there(&self.files)?, &self.files, &mut copied)?;
         if self.manifest.is_none() {
             let unnamed = inputs.files.iter().find(|input| hash_in_name(&input.source.path).is_none());
             if let Some(input) = unnamed {
@@ -81,14 +80,12 @@ impl Verify {
             bar.advance(n);
             ControlFlow::Continue(())
         };
-        let found = match self.manifest {
-            Some(_) => manifest.verify(&mut inputs.files, whole, &mut progress),
-            None => verify_names(&mut inputs.files, &mut progress),
-        };
+        let found = inputs.verify(self.manifest.is_some().then_some(&manifest), &mut progress);
         let differences = found.map_err(|e| Failure::because("the verification failed", &e))?;
         bar.finish();
         let (files, wall) = (inputs.files.len(), start.elapsed());
-        let unchecked = if whole { 0 } else { manifest.files.len().saturating_sub(files) };
+        let unchecked = inputs.unchecked(&manifest);
+        let rest = format!("Not checked: {} of the manifest not named", count(unchecked, "file"));
         if self.json {
             output::print_json(&json!({
                 "schema": 1,
@@ -107,13 +104,15 @@ impl Verify {
         if !differences.is_empty() {
             let from = if self.manifest.is_some() { "the manifest" } else { "the names" };
             let failure = format!("{} from {from}", count(differences.len(), "difference"));
-            return Err(differences.iter().map(ToString::to_string).fold(Failure::new(failure), Failure::cause));
+            let failure = differences.iter().map(ToString::to_string).fold(Failure::new(failure), Failure::cause);
+            return Err(if unchecked > 0 { failure.hint(rest) } else { failure });
         }
         let (files, took, rate) = (count(files, "file"), duration(wall), rate(bytes, wall));
-        let mut text = format!("{}: {files}, {} in {took} ({rate})\n", good("Verified"), binary(bytes));
+        let verified = good(if unchecked > 0 { "Verified in part" } else { "Verified" });
+        let mut text = format!("{verified}: {files}, {} in {took} ({rate})\n", binary(bytes));
         text += &copied.text();
         if unchecked > 0 {
-            text += &format!("Not checked: {} of the manifest not named\n", count(unchecked, "file"));
+            text += &format!("{rest}\n");
         }
         output::print_text(&text)?;
         Ok(ExitCode::SUCCESS)

@@ -65,6 +65,13 @@ fn a_difference_is_named_by_every_command_that_reads() {
     let (json, _) = dmalane(&folder, "verify model.safetensors --manifest m.json --json", 1);
     let json: Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json["verified"], &json["differences"][0]["tensor"]), (&false.into(), &name.into()));
+    // The file is named as it was given.
+    fs::rename(folder.join("model.safetensors"), folder.join("renamed.safetensors")).unwrap();
+    for line in ["verify", "load", "read"] {
+        let (_, said) = dmalane(&folder, &format!("{line} renamed.safetensors --manifest m.json"), 1);
+        assert!(said.contains(&format!("cause: renamed.safetensors: tensor {name:?} differs")), "{said}");
+    }
+    fs::rename(folder.join("renamed.safetensors"), folder.join("model.safetensors")).unwrap();
     // A header that no longer parses is named too.
     flip(&folder.join("model.safetensors"), at);
     flip(&folder.join("model.safetensors"), 7);
@@ -114,10 +121,17 @@ fn files_of_a_model_that_are_missing_are_named() {
     dmalane(&folder, "manifest model --sha256 -o m.json", 0);
     dmalane(&folder, "verify model --manifest m.json", 0);
     let (text, _) = dmalane(&folder, "verify model/a.safetensors --manifest m.json", 0);
-    assert!(text.contains("Not checked: 1 file of"), "{text}");
+    assert!(text.starts_with("Verified in part: 1 file, ") && text.contains("Not checked: 1 file of"), "{text}");
     fs::remove_file(folder.join("model/b.safetensors")).unwrap();
+    flip(&folder.join("model/a.safetensors"), 0);
     let (_, said) = dmalane(&folder, "verify model --manifest m.json", 1);
+    let both = "cause: a.safetensors: header differs (bytes 0..";
+    assert!(said.contains(both) && said.contains("cause: b.safetensors: is missing\n"), "{said}");
+    let (_, said) = dmalane(&folder, "verify model/a.safetensors --manifest m.json", 1);
+    assert!(said.contains("hint: Not checked: 1 file of the manifest not named"), "{said}");
+    let (_, said) = dmalane(&folder, "manifest model", 1);
     assert!(said.contains("a file that is not there: b.safetensors"), "{said}");
+    flip(&folder.join("model/a.safetensors"), 0);
     fs::copy(folder.join("model/a.safetensors"), folder.join("model/c.safetensors")).unwrap();
     crate::index(&folder.join("model"), &["c.safetensors"]);
     let (_, said) = dmalane(&folder, "verify model --manifest m.json", 1);

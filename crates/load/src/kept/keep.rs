@@ -1,5 +1,6 @@
 //! Reads a model into memory that a keeper holds.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
@@ -262,7 +263,7 @@ fn differences(expected: &Expected<'_>, found: &Manifest) -> Vec<Difference> {
             // Regions that the file does not have differ, too.
             let other = Digest { xxh3: !region.digest.xxh3, sha256: None };
             let digest = same.map_or(&other, |of| &of.digest);
-            differences.extend(expected.and_then(|file| file.differs(region, digest)));
+            differences.extend(expected.as_ref().and_then(|file| file.differs(region, digest)));
         }
     }
     differences
@@ -290,7 +291,7 @@ fn keep_files(
         sum.saturating_add(len.checked_next_multiple_of(4096).unwrap_or(u64::MAX))
     });
     keeper.room(bytes, device.is_some())?;
-    let mut regions = hash_regions(&manifest.files.iter().map(Some).collect::<Vec<_>>());
+    let mut regions = hash_regions(&manifest.files.iter().map(|file| Some(Cow::Borrowed(file))).collect::<Vec<_>>());
     regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
     let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
     let begun = Instant::now();

@@ -18,7 +18,7 @@ use crate::read::{Read, ReadOptions};
 pub(super) fn expect(manifest: &Manifest, files: &mut [ModelFile]) -> Result<(), Error> {
     let found = manifest.expect(files.iter().map(|file| (file.path(), file.contents().len)))?;
     for (file, of) in found.into_iter().flatten().zip(files) {
-        check_outside(file, of)?;
+        check_outside(&file, of)?;
         let named = file.regions.iter().filter_map(|region| Some((&*region.part.tensor()?.name, region)));
         let named: HashMap<&str, &ManifestRegion> = named.collect();
         let region = |tensor: &Arc<Tensor>| {

@@ -106,7 +106,7 @@ impl HostModel {
     /// [`Error::File`] for files that cannot be read, [`Error::Format`] for those that are no models, or where two have
     /// a tensor of one name, and what the manifest finds in headers.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: ModelOptions) -> Result<Self, Error> {
-        let ModelSet { files, left_out } = ModelSet::of(paths)?;
+        let ModelSet { files, left_out, .. } = ModelSet::of(paths)?;
         let files = in_parallel(files, |file| options.file(OpenFile::of(&file)?))?;
         Ok(Self { left_out: Arc::new(left_out), ..Self::new(files, options)? })
     }

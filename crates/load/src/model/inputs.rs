@@ -1,11 +1,15 @@
 //! Files by name that are read as they are, models or not.
 
-use std::path::{Path, PathBuf};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
 
 use dmalane_file::{FileOptions, FileQueue};
 
+use crate::blob::{name, verify_names};
+use crate::difference::{Difference, Problem};
 use crate::error::Error;
 use crate::input::{Input, open_inputs};
+use crate::manifest::Manifest;
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
 use crate::set::{ModelSet, SetFile};
@@ -17,20 +21,45 @@ pub struct Inputs {
     pub files: Vec<Input<FileQueue>>,
     /// A directory or an index stands for some of them.
     pub whole: bool,
+    /// Files of these models that are not there.
+    pub missing: Vec<PathBuf>,
 }
 
 impl Inputs {
-    /// Opens files that need not be models.
+    /// Opens files that need not be models, and for which these paths stand.
     ///
     /// # Errors
-    /// [`Error::File`], [`Error::Format`], [`Error::Open`].
-    pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: FileOptions) -> Result<Self, Error> {
-        let named: Vec<PathBuf> = paths.into_iter().map(|path| path.as_ref().to_owned()).collect();
-        let found = ModelSet::of(&named)?.files;
-        let whole = !found.iter().map(|file| &file.path).eq(&named);
+    /// [`Error::File`], [`Error::Open`].
+    pub fn open(set: ModelSet, named: &[PathBuf], options: FileOptions) -> Result<Self, Error> {
+        let whole = !set.files.iter().map(|file| &file.path).chain(&set.missing).eq(named);
         let open = |file: SetFile| if file.kept.is_some() { OpenFile::of(&file) } else { OpenFile::regular(file.path) };
-        let files = open_inputs(in_parallel(found, open)?, options)?;
-        Ok(Self { files, whole })
+        let files = open_inputs(in_parallel(set.files, open)?, options)?;
+        Ok(Self { files, whole, missing: set.missing })
+    }
+
+    /// Compares the files with a manifest ([`Manifest::verify`]), or with their names ([`verify_names`]). Those that
+    /// are missing are differences, too.
+    ///
+    /// # Errors
+    /// As of [`Manifest::verify`].
+    pub fn verify(
+        &mut self,
+        manifest: Option<&Manifest>,
+        progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
+    ) -> Result<Vec<Difference>, Error> {
+        let mut differences = match manifest {
+            Some(manifest) => manifest.verify(&mut self.files, self.whole, progress)?,
+            None => verify_names(&mut self.files, progress)?,
+        };
+        let missing: Vec<_> = self.missing.iter().map(|path| Problem::Missing.of(name(path))).collect();
+        differences.retain(|difference| !missing.contains(difference));
+        differences.extend(missing);
+        Ok(differences)
+    }
+
+    /// How many files of a manifest are not compared with it, because they are not named.
+    pub fn unchecked(&self, manifest: &Manifest) -> usize {
+        if self.whole { 0 } else { manifest.others(&self.files).count() }
     }
 
     /// Bytes of all files.

@@ -5,14 +5,14 @@ mod hub;
 mod index;
 mod names;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use self::file::SetFile;
-use self::names::{LISTED, Name, choose, listed, whole_set};
+use self::names::{LISTED, Name, choose, listed, missing};
 use crate::container::{CONTAINERS, CONVERT, Model, gguf, short};
 use crate::error::Error;
 use crate::kept;
@@ -27,6 +27,10 @@ pub struct ModelSet {
     pub files: Vec<SetFile>,
     /// Files beside them that are no part of the model, each with why.
     pub left_out: Vec<(PathBuf, String)>,
+    /// Files of the model that are not there.
+    pub missing: Vec<PathBuf>,
+    /// The path of which some are missing first, and which.
+    lacks: Option<(PathBuf, String)>,
 }
 
 /// Whether a file of this name lists the files of a model: `*.safetensors.index.json`, or that of a variant.
@@ -40,11 +44,25 @@ impl ModelSet {
     /// # Errors
     /// As of [`ModelSet::find`].
     pub fn of<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Self, Error> {
+        let set = Self::there(paths)?;
+        match &set.lacks {
+            Some((path, why)) => Err(unknown(path, io::ErrorKind::NotFound, why.clone())),
+            None => Ok(set),
+        }
+    }
+
+    /// The same, where files of the models may be [missing](Self::missing).
+    ///
+    /// # Errors
+    /// As of [`ModelSet::find`].
+    pub fn there<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Self, Error> {
         let mut all = Self::default();
         for path in paths {
-            let Self { files, left_out } = Self::find(path.as_ref())?;
+            let Self { files, left_out, missing, lacks } = Self::look(path.as_ref())?;
             all.files.extend(files);
             all.left_out.extend(left_out);
+            all.missing.extend(missing);
+            all.lacks = all.lacks.or(lacks);
         }
         Ok(all)
     }
@@ -59,8 +77,12 @@ impl ModelSet {
     /// [`Error::File`] for a directory or an index that cannot be read, and where the files of one model cannot be told
     /// or are not all there; [`Error::Format`] for a bad index.
     pub fn find(path: &Path) -> Result<Self, Error> {
+        Self::of([path])
+    }
+
+    fn look(path: &Path) -> Result<Self, Error> {
         if let Some(name) = kept::name_in(path) {
-            return Ok(Self { files: kept::attach(name)?.into_files(), left_out: Vec::new() });
+            return Ok(Self { files: kept::attach(name)?.into_files(), ..Self::default() });
         }
         if is_index(path) {
             return Self::of_index(path);
@@ -74,17 +96,25 @@ impl ModelSet {
             return Self::of_folder(&folder);
         }
         let files = match Name::of(path).shard.filter(|_| gguf::CONTAINER.is_name(path)) {
-            Some(shard) if shard.number == 1 => {
-                whole_set(path, shard, Path::exists).map_err(|why| unknown(path, io::ErrorKind::NotFound, why))?
-            }
+            Some(shard) if shard.number == 1 => Name::siblings(path, shard),
             Some(shard) => {
                 let first = Name::siblings(path, shard).swap_remove(0);
                 let why = format!("it is part {} of {}: name the first, {}", shard.number, shard.of, first.display());
                 return Err(unknown(path, io::ErrorKind::InvalidInput, why));
             }
-            None => vec![path.to_owned()],
+            None => return Ok(Self { files: vec![SetFile::whole(path.to_owned())], ..Self::default() }),
         };
-        Ok(Self { files: files.into_iter().map(SetFile::whole).collect(), left_out: Vec::new() })
+        Ok(Self::of_shards(path, path, files.into_iter().filter(|file| file.exists()).collect()))
+    }
+
+    /// The files of a model that are there. If they are shards, of which `one` is one, others may be missing.
+    fn of_shards(path: &Path, one: &Path, files: Vec<PathBuf>) -> Self {
+        let there: HashSet<&Path> = files.iter().map(PathBuf::as_path).collect();
+        let shard = Name::of(one).shard;
+        let (missing, why) = shard.and_then(|shard| missing(one, shard, |file| there.contains(file))).unzip();
+        let files = files.into_iter().map(SetFile::whole).collect();
+        let lacks = why.map(|why| (path.to_owned(), why));
+        Self { files, missing: missing.unwrap_or_default(), lacks, ..Self::default() }
     }
 
     fn of_folder(path: &Path) -> Result<Self, Error> {
@@ -103,7 +133,7 @@ impl ModelSet {
         let indices: Vec<PathBuf> = names.iter().filter(|name| is_index(name)).cloned().collect();
         if let Some(chosen) = choose_index(&indices).map_err(|why| unknown(path, io::ErrorKind::InvalidInput, why))? {
             let mut set = Self::of_index(&chosen)?;
-            let files: BTreeSet<&PathBuf> = set.files.iter().map(|file| &file.path).collect();
+            let files: BTreeSet<&PathBuf> = set.files.iter().map(|file| &file.path).chain(&set.missing).collect();
             let others = names.iter().filter(|name| is_model(name) && !files.contains(name));
             set.left_out = others.map(|name| (name.clone(), "not listed by the index".to_owned())).collect();
             return Ok(set);
@@ -115,7 +145,7 @@ impl ModelSet {
             }
             let chosen = choose(found).map_err(|why| unknown(path, io::ErrorKind::InvalidInput, why));
             let (files, left_out) = chosen?;
-            return Ok(Self { files: files.into_iter().map(SetFile::whole).collect(), left_out });
+            return Ok(Self { left_out, ..Self::of_shards(path, &files[0].clone(), files) });
         }
         let mut wanted = vec!["*.safetensors.index.json".to_owned()];
         let kinds = CONTAINERS.iter().filter(|kind| kind.in_folders);
@@ -130,22 +160,21 @@ impl ModelSet {
     }
 
     fn of_index(path: &Path) -> Result<Self, Error> {
-        let mut files = Vec::new();
-        let mut missing = Vec::new();
+        let (mut set, mut names) = (Self::default(), Vec::new());
         for (file, tensors) in index::read(path)? {
             // A link of a download cache may lead nowhere.
-            if !file.exists() {
-                let link = fs::read_link(&file).map_or(String::new(), |to| format!(" (a link to {})", to.display()));
-                missing.push(format!("{}{link}", file.file_name().unwrap_or_default().to_string_lossy()));
+            if file.exists() {
+                set.files.push(SetFile { path: file, listed: Some(Arc::new(tensors)), kept: None });
+                continue;
             }
-            files.push(SetFile { path: file, listed: Some(Arc::new(tensors)), kept: None });
+            let link = fs::read_link(&file).map_or(String::new(), |to| format!(" (a link to {})", to.display()));
+            names.push(format!("{}{link}", file.file_name().unwrap_or_default().to_string_lossy()));
+            set.missing.push(file);
         }
-        if missing.is_empty() {
-            return Ok(Self { files, left_out: Vec::new() });
-        }
-        let what = if missing.len() == 1 { "a file that is" } else { "files that are" };
-        let why = format!("it lists {what} not there: {}; is the download complete?", listed(&missing));
-        Err(unknown(path, io::ErrorKind::NotFound, why))
+        let what = if names.len() == 1 { "a file that is" } else { "files that are" };
+        let why = format!("it lists {what} not there: {}; is the download complete?", listed(&names));
+        set.lacks = (!names.is_empty()).then(|| (path.to_owned(), why));
+        Ok(set)
     }
 }
 

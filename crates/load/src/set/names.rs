@@ -1,6 +1,6 @@
 //! Names of files in a folder tell which of them are one model.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::index::MAX_FILES;
@@ -109,28 +109,17 @@ pub(super) fn choose(files: Vec<PathBuf>) -> Result<Chosen, String> {
         return Err(format!("it holds {what}: name the files of one of {}", listed(&first)));
     }
     let files: Vec<PathBuf> = groups.into_values().flatten().collect();
-    if let Some(Name { shard: Some(shard), .. }) = files.first().map(|file| Name::of(file)) {
-        let there: HashSet<&Path> = files.iter().map(PathBuf::as_path).collect();
-        whole_set(&files[0], shard, |path| there.contains(path))?;
-    }
     left_out.sort();
     Ok((files, left_out))
 }
 
-/// All shards of a set, of which `path` is one.
-///
-/// # Errors
-/// Those that are not there, as a sentence.
-pub(super) fn whole_set(path: &Path, shard: Shard, is_there: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>, String> {
-    let all = Name::siblings(path, shard);
-    let missing: Vec<String> = all.iter().filter(|path| !is_there(path)).map(|path| name_of(path)).collect();
-    match missing.len() {
-        0 => Ok(all),
-        n => {
-            let (parts, are) = if n == 1 { ("part", "is") } else { ("parts", "are") };
-            Err(format!("{n} {parts} of {} {are} missing: {}; is the download complete?", shard.of, listed(&missing)))
-        }
-    }
+/// The shards of a set that are not there, if any, and the same as a sentence; `path` is one of the set.
+pub(super) fn missing(path: &Path, shard: Shard, is_there: impl Fn(&Path) -> bool) -> Option<(Vec<PathBuf>, String)> {
+    let missing: Vec<PathBuf> = Name::siblings(path, shard).into_iter().filter(|path| !is_there(path)).collect();
+    let names: Vec<String> = missing.iter().map(|path| name_of(path)).collect();
+    let (n, (parts, are)) = (names.len(), if names.len() == 1 { ("part", "is") } else { ("parts", "are") });
+    let why = format!("{n} {parts} of {} {are} missing: {}; is the download complete?", shard.of, listed(&names));
+    (n > 0).then_some((missing, why))
 }
 
 fn name_of(path: &Path) -> String {
@@ -208,12 +197,26 @@ mod tests {
             (&["qwen2.5.st", "qwen2.st"], "several models"),
             (&["model-rank-0-part-0.st", "model-rank-1-part-0.st"], "files of several ranks"),
             (&["model-1-of-1.st", "model.st"], "several models"),
-            (&["m-1-of-3.st", "m-3-of-3.st"], "1 part of 3 is missing: m-2-of-3.st; is the download complete?"),
-            (&["m-02-of-12.st"], "11 parts of 12 are missing: m-01-of-12.st, m-03-of-12.st"),
         ] {
             let error = choose(paths(files)).unwrap_err();
             assert!(error.contains(says), "{files:?}: {error}");
         }
-        assert!(choose(paths(&["m-02-of-12.st"])).unwrap_err().contains("m-11-of-12.st and 1 more;"));
+    }
+
+    #[test]
+    fn shards_that_are_missing_are_listed() {
+        for (files, says) in [
+            (&["m-1-of-3.st", "m-3-of-3.st"][..], "1 part of 3 is missing: m-2-of-3.st; is the download complete?"),
+            (&["m-02-of-12.st"], "11 parts of 12 are missing: m-01-of-12.st, m-03-of-12.st"),
+            (&["m-02-of-12.st"], "m-11-of-12.st and 1 more;"),
+        ] {
+            let files = paths(files);
+            let shard = Name::of(&files[0]).shard.unwrap();
+            let (missing, why) = missing(&files[0], shard, |path| files.iter().any(|file| file == path)).unwrap();
+            assert_eq!(missing.len() + files.len(), shard.of as usize);
+            assert!(why.contains(says), "{files:?}: {why}");
+        }
+        let shard = Name::of(Path::new("m-1-of-1.st")).shard.unwrap();
+        assert_eq!(missing(Path::new("m-1-of-1.st"), shard, |_| true), None);
     }
 }
