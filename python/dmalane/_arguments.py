@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import operator
 import os
@@ -35,6 +36,16 @@ def paths_of(filename: Paths) -> list[str]:
     if not paths:
         raise ValueError("there are no file names: give one, or a directory")
     return paths
+
+
+def needed(module: str, why: str) -> Any:
+    """Imports a package that dmalane does without until somebody asks for what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ModuleNotFoundError(why, name=module) from error
 
 
 def integer(value: object) -> int | None:
@@ -90,6 +101,7 @@ def watched(progress: Progress | bool | None) -> Progress | None:
         return None
     if progress is not True:
         return progress
+    needed("tqdm", "progress=True draws a bar of tqdm: pip install tqdm, or give a function")
     from tqdm.auto import tqdm
 
     bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024)

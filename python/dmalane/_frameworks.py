@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
-from ._arguments import integer
+from ._arguments import integer, needed
 from ._native import DeviceTensor, Tensor
 
 # A framework, by the names that safetensors has for it too.
@@ -34,14 +35,8 @@ _TORCH = {
 
 
 def _numpy() -> Callable[[Tensor], Any]:
-    try:
-        import numpy
-    except ModuleNotFoundError as error:
-        if error.name != "numpy":
-            raise
-        why = "arrays need NumPy: pip install numpy ml_dtypes, or framework=\"bytes\" for tensors without it"
-        raise ModuleNotFoundError(why, name="numpy") from error
-
+    why = 'arrays need NumPy: pip install numpy ml_dtypes, or framework="bytes" for tensors without it'
+    numpy = needed("numpy", why)
     types: dict[str, Any] = {}
 
     def dtype_of(name: str) -> Any:
@@ -51,6 +46,11 @@ def _numpy() -> Callable[[Tensor], Any]:
             try:
                 import ml_dtypes
             except ImportError:
+                warnings.warn(
+                    f"tensors of type {name} come as dmalane.Tensor, not as arrays: NumPy has the type from ml_dtypes "
+                    '(pip install ml_dtypes); framework="bytes" asks for them so',
+                    stacklevel=2,
+                )
                 return None
             return numpy.dtype(getattr(ml_dtypes, _ML_DTYPES[name], None) or "V1")
         return None
@@ -86,8 +86,13 @@ def torch_type(name: str, shape: Sequence[int]) -> tuple[Any, tuple[int, ...]] |
     return None if dtype is None else (dtype, shape)
 
 
+def pytorch() -> Any:
+    """The module torch."""
+    return needed("torch", 'framework="pt" and dmalane.torch need PyTorch: pip install torch, or framework="numpy"')
+
+
 def _torch() -> Callable[[Tensor], Any]:
-    import torch
+    torch = pytorch()
 
     def convert(tensor: Tensor) -> Any:
         found = torch_type(tensor.dtype, tensor.shape)
@@ -138,8 +143,7 @@ def device_name(device: object) -> str:
 
 def torch_device(device: Any) -> Any:
     """PyTorch's device of a name, a number or itself."""
-    import torch
-
+    torch = pytorch()
     if not isinstance(device, (str, torch.device)) and integer(device) is None:
         raise TypeError(f"a device is a name, a number or a torch.device, not {device!r}")
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Self
+import sys
+from typing import Any, Self
 
 
 class Error(Exception):
@@ -29,7 +30,7 @@ class Error(Exception):
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self):  # type: ignore[no-untyped-def]
-        return _remade, (type(self), self.args, {**self.__dict__, "errno": self.errno})
+        return _remade, (getattr(self, "_plain", type(self)), self.args, {**self.__dict__, "errno": self.errno})
 
 
 def _remade(kind, args, fields):  # type: ignore[no-untyped-def]
@@ -40,7 +41,23 @@ def _remade(kind, args, fields):  # type: ignore[no-untyped-def]
     return error
 
 
-class FormatError(Error, ValueError):
+class _OfSafetensors(Error):
+    """An error that is `safetensors.SafetensorError`, too, where safetensors is imported: who catches those of
+    safetensors has imported it."""
+
+    def __new__(cls, message: str = "", **fields: object) -> Self:
+        theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
+        if theirs is None or issubclass(cls, theirs):
+            return super().__new__(cls, message)
+        if (cls, theirs) not in _BOTH:
+            _BOTH[cls, theirs] = type(cls.__name__, (cls, theirs), {"__module__": cls.__module__, "_plain": cls})
+        return super().__new__(_BOTH[cls, theirs], message)
+
+
+_BOTH: dict[tuple[type, type], Any] = {}
+
+
+class FormatError(_OfSafetensors, ValueError):
     """A file is not what it should be: `path`, and where known `tensor` and the file offset `offset`."""
 
 
@@ -111,14 +128,15 @@ class OutOfMemoryError(Error, MemoryError):
 
 
 class MemoryLimitError(OutOfMemoryError):
-    """The limit does not allow it: bytes `wanted`, the `limit`, and bytes in use (`used`)."""
+    """The limit does not allow it: bytes `wanted`, the `limit`, bytes in use (`used`), and of several tensors the first
+    (`tensor`)."""
 
 
-class UnknownTensorError(Error, KeyError):
+class UnknownTensorError(_OfSafetensors, KeyError):
     """No tensor has this name: `tensor`."""
 
 
-class ClosedError(Error, ValueError):
+class ClosedError(_OfSafetensors, ValueError):
     """The file was closed, or the memory released."""
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ._arguments import Manifest, Paths, manifest_of, paths_of
-from ._frameworks import torch_type
+from ._frameworks import pytorch, torch_type
 from ._last import remember
 from ._native import Files
 from ._onto import Gpu, moved
@@ -335,7 +335,7 @@ def tensors(
     before anybody has a part of it; `IntegrityError` names the first one that differs, on the rank that read it. Slices
     that ranks would otherwise read for themselves go through the group then.
     """
-    import torch
+    torch = pytorch()
     import torch.distributed as dist
 
     world, rank = dist.get_world_size(group), dist.get_rank(group)

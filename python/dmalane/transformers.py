@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, Self, get_args
 
 import safetensors
@@ -20,7 +19,6 @@ import safetensors.torch
 from ._arguments import Backend, Path, path_of
 from ._frameworks import Framework
 from ._lend import safe_open
-from .errors import FormatError, UnknownTensorError
 from .torch import load_file
 
 # Whose modules have names of safetensors in their own.
@@ -89,23 +87,6 @@ def _replace(by: dict[Any, Any]) -> list[str]:
     return sorted(replaced)
 
 
-class PatchedError(FormatError, safetensors.SafetensorError):
-    """A file is not what it should be, as safetensors would say it."""
-
-
-class PatchedUnknownTensorError(UnknownTensorError, safetensors.SafetensorError):
-    """No tensor has this name, as safetensors would say it."""
-
-
-def _as_theirs(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls it; its errors are those of safetensors, too."""
-    try:
-        return call(*args, **options)
-    except (FormatError, UnknownTensorError) as error:
-        kind = PatchedError if isinstance(error, FormatError) else PatchedUnknownTensorError
-        raise kind(*error.args, **vars(error)) from None
-
-
 class _SafeOpen(safe_open):
     """The one that others get. Frameworks that dmalane does not have are left to safetensors."""
 
@@ -116,18 +97,12 @@ class _SafeOpen(safe_open):
     def __init__(
         self, filename: Path, framework: Framework, device: str | int | Any = "cpu", *, backend: Backend = "mmap"
     ) -> None:
-        _as_theirs(super().__init__, filename, framework, device, backend=backend)
+        super().__init__(filename, framework, device, backend=backend)
         _opened(filename)
-
-    def get_tensor(self, name: str) -> Any:
-        return _as_theirs(super().get_tensor, name)
-
-    def get_slice(self, name: str) -> Any:
-        return _as_theirs(super().get_slice, name)
 
 
 def _load_file(filename: Path, device: str | int | Any = "cpu", *, backend: Backend = "mmap") -> dict[str, Any]:
-    loaded: dict[str, Any] = _as_theirs(load_file, filename, device, backend=backend)
+    loaded = load_file(filename, device, backend=backend)
     _opened(filename)
     return loaded
 

@@ -1,6 +1,9 @@
 """In place of safetensors: the same names, orders, devices and answers."""
 
 import inspect
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -46,6 +49,35 @@ def test_a_tensor_s_place_is_that_of_the_header(file):
             assert f.get_tensor_meta("s").data_offsets == theirs.data_offsets
         with pytest.raises(dmalane.UnknownTensorError, match="did you mean 'a'"):
             f.get_tensor_meta("aa")
+
+
+def test_errors_are_those_of_safetensors_too(file, tmp_path):
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"12345678 and no header")
+    mine, theirs = dmalane.safe_open(file), safetensors.safe_open(file, "np")
+    for kind, use in (
+        (dmalane.FormatError, lambda f: type(f)(bad, "np")),
+        (dmalane.UnknownTensorError, lambda f: f.get_tensor("z")),
+        (dmalane.UnknownTensorError, lambda f: f.get_slice("z")),
+        (dmalane.ClosedError, lambda f: f.__exit__(None, None, None) or f.get_tensor("a")),
+    ):
+        with pytest.raises(safetensors.SafetensorError):
+            use(theirs)
+        with pytest.raises(safetensors.SafetensorError) as error:
+            use(mine)
+        assert isinstance(error.value, kind) and error.typename == kind.__name__
+        again = pickle.loads(pickle.dumps(error.value))
+        assert type(again) is type(error.value) and vars(again) == vars(error.value)
+    with pytest.raises(dmalane.FormatError) as error:
+        dmalane.load_file(bad)
+    assert isinstance(error.value, safetensors.SafetensorError) and error.value.path == str(bad)
+    # Who has not imported it cannot mean its errors, and pays nothing.
+    code = (
+        "import sys, dmalane\ntry: dmalane.load_file(sys.argv[1])\n"
+        "except dmalane.FormatError as e: print(type(e) is dmalane.FormatError, 'safetensors' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(bad)], capture_output=True, text=True, check=True)
+    assert done.stdout == "True False\n"
 
 
 def test_slices_are_those_of_numpy_and_safetensors(file):

@@ -93,6 +93,38 @@ def test_without_numpy_it_is_said_what_to_install(model, monkeypatch):
     assert dmalane.load_file(path, framework="bytes").keys() == tensors.keys()
 
 
+def test_without_pytorch_or_tqdm_it_is_said_what_to_install(model, monkeypatch):
+    import dmalane.plan
+    import dmalane.torch
+
+    path, _ = model
+    for name in ("torch", "tqdm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for load in (
+        lambda: dmalane.load_file(path, "pt"),
+        lambda: dmalane.safe_open(path, "pt", "cuda"),
+        lambda: dmalane.torch.load_file(path),
+        lambda: dmalane.torch.load(path.read_bytes()),
+        lambda: next(iter(dmalane.plan.tensors(path, {}))),
+    ):
+        with pytest.raises(ModuleNotFoundError, match="PyTorch: pip install torch") as error:
+            load()
+        assert error.value.name == "torch"
+    with pytest.raises(ModuleNotFoundError, match="pip install tqdm"):
+        dmalane.load_file(path, progress=True)
+
+
+def test_without_ml_dtypes_it_is_said_once_what_comes_instead(model, monkeypatch):
+    path, tensors = model
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.warns(UserWarning) as warned:
+        loaded = dmalane.load_file(path)
+    assert isinstance(loaded["BF16.matrix"], dmalane.Tensor) and raw(loaded["BF16.matrix"]) == tensors["BF16.matrix"][2]
+    said = [str(one.message) for one in warned]
+    assert sum("type BF16 come as dmalane.Tensor" in text for text in said) == 1
+    assert len(said) == len(set(said)) == 6 and all("pip install ml_dtypes" in text for text in said)
+
+
 def test_ml_dtypes_are_used_where_they_are(model):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     path, tensors = model

@@ -20,7 +20,7 @@ Examples:
   dmalane inspect models/minilm        the same of each file of a model
   dmalane inspect - < model.bin        the file behind standard input
 
-The tensors of a model are listed by dmalane load --dry-run --list.
+The tensors of a model are listed by dmalane load --dry-run --list, and by `inspect` of the Python package.
 
 Exit status: 0 inspected, 1 no such file, 2 usage error.";
 
