@@ -105,12 +105,13 @@ fn load_onto(device: &mut OpenDevice, socket: &Path, name: &str, file: Option<&P
     };
     let mut inputs = [file.into_input(FileOptions::default())?];
     let mut took = [0.0; 2];
-    for took in &mut took {
+    for (n, took) in took.iter_mut().enumerate() {
         let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {})?;
         *took = begun.elapsed().as_secs_f64();
         if check {
             device.verify(&loaded, &mut inputs, &mut |_| {})?;
-            if (loaded.report.staging.0 > 0) != staged {
+            // The comparison leaves staging buffers to the device.
+            if n == 0 && (loaded.report.staging.0 > 0) != staged {
                 return Err(format!("{name}: the way of its bytes is not the one that is measured").into());
             }
         }
