@@ -8,9 +8,9 @@ use rustix::fs::{Access, access};
 
 use crate::layout::plain;
 
-/// The most that is read of one file: enough for any of `/proc` and for a kernel's configuration, and little enough
-/// when a tree is hostile.
-const LIMIT: u64 = 1 << 20;
+/// The most that is read of one file: enough for any of `/proc`, and for a kernel's configuration and its list of
+/// modules, and little enough when a tree is hostile.
+const LIMIT: u64 = 8 << 20;
 
 /// The files of a machine. Paths are given as on the machine, from `/`.
 pub struct Probe {

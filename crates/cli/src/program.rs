@@ -84,9 +84,8 @@ fn near_alone(mut error: clap::Error) -> clap::Error {
         (ContextKind::InvalidArg, ContextKind::SuggestedArg),
         (ContextKind::InvalidValue, ContextKind::SuggestedValue),
     ] {
-        let Some((word, proposed)) = error.get(wrong).map(ToString::to_string).zip(error.remove(meant)) else {
-            continue;
-        };
+        let word = error.get(wrong).map(ToString::to_string);
+        let Some((word, proposed)) = word.and_then(|word| Some((word, error.remove(meant)?))) else { continue };
         let proposed = proposed.to_string();
         let begun = proposed.split(", ").find(|other| other.starts_with(&word));
         if let Some(near) = begun.or_else(|| nearest(&word, proposed.split(", "))) {

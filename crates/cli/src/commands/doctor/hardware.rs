@@ -105,9 +105,12 @@ pub fn iommu_groups(probe: &Probe) -> Check {
     }
 }
 
-/// One command, which adds an option to the kernel's command line and changes nothing until the next start.
+/// One command: at most, it adds an option to the kernel's command line, which changes nothing until the next start.
 fn switch_iommu_on(probe: &Probe) -> String {
-    if probe.field("/proc/cpuinfo", "flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor")) {
+    // Firmware has a table where there is one, on or off.
+    let has_one = ["DMAR", "IVRS"].iter().any(|of| probe.place(format!("/sys/firmware/acpi/tables/{of}")).exists());
+    let flags = probe.field("/proc/cpuinfo", "flags").unwrap_or_default();
+    if !has_one && flags.split(' ').any(|flag| flag == "hypervisor") {
         return "lscpu | grep -i hypervisor    # its host gives this virtual machine an IOMMU: QEMU by -device \
                 intel-iommu,intremap=on"
             .to_owned();
@@ -175,11 +178,11 @@ pub fn open_up(path: &str) -> String {
     format!("sudo setfacl -m u:$USER:rw {path}")
 }
 
-/// The command that loads a module, where there is one for the running kernel.
+/// The command that loads a module, unless the running kernel's list, which a container may lack, has none.
 pub fn load(probe: &Probe, module: &str) -> String {
     let release = probe.text("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let modules = probe.text(format!("/lib/modules/{release}/modules.dep")).unwrap_or_default();
-    match modules.split(['/', '.']).any(|word| word == module) {
+    let modules = probe.text(format!("/lib/modules/{release}/modules.dep"));
+    match modules.is_none_or(|text| text.split(['/', '.']).any(|word| word == module)) {
         true => format!("sudo modprobe {module}"),
         false => {
             format!("modinfo {module}    # not there for this kernel: boot one that has it, or install the driver")

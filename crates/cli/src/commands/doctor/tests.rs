@@ -265,8 +265,9 @@ const NO_MODULE: &str = "    # not there for this kernel: boot one that has it, 
 
 #[test]
 fn fixes_are_those_of_the_machine() {
-    let fix = |without: &str, more: &[(&'static str, &'static [u8])], name: &str| {
-        let mut files: Vec<_> = good().into_iter().filter(|(path, _)| !path.starts_with(without)).collect();
+    let fix = |without: &[&str], more: &[(&'static str, &'static [u8])], name: &str| {
+        let is_left = |(path, _): &(&str, &[u8])| !without.iter().any(|begin| path.starts_with(begin));
+        let mut files: Vec<_> = good().into_iter().filter(is_left).collect();
         files.retain(|(path, _)| !more.iter().any(|(other, _)| path == other));
         files.extend(more);
         let (_root, probe) = machine(&files);
@@ -274,22 +275,25 @@ fn fixes_are_those_of_the_machine() {
         consistent(&report);
         find(&report, name).fix.clone().unwrap()
     };
-    let nodes = "dev/";
+    let nodes = &["dev/"][..];
     assert_eq!(fix(nodes, &[], "vfio"), "sudo modprobe vfio-pci");
     let none: [(&str, &[u8]); 1] = [("lib/modules/6.12.3-amd64/modules.dep", b"")];
     assert_eq!(fix(nodes, &none, "vfio"), format!("modinfo vfio-pci{NO_MODULE}"));
     // Where it can be read, it is one of these.
     let option = "zgrep CONFIG_TRANSPARENT_HUGEPAGE /proc/config.gz /boot/config-$(uname -r)    # boot a kernel that";
-    assert!(fix("sys/kernel/mm/transparent", &none, "thp").starts_with(option));
+    assert!(fix(&["sys/kernel/mm/transparent"], &none, "thp").starts_with(option));
     // A virtual machine cannot switch on what it was not given.
     let guest: [(&str, &[u8]); 1] =
         [("proc/cpuinfo", b"vendor_id\t: GenuineIntel\nflags\t\t: fpu hypervisor lahf_lm\n")];
-    assert!(fix("sys/kernel/iommu_groups", &guest, "iommu_groups").contains("QEMU by -device intel-iommu"));
-    // A container has its kernel from its host.
+    assert!(fix(&["sys/kernel/iommu_groups"], &guest, "iommu_groups").contains("QEMU by -device intel-iommu"));
+    let given: [(&str, &[u8]); 2] = [guest[0], ("sys/firmware/acpi/tables/DMAR", b"")];
+    assert!(fix(&["sys/kernel/iommu_groups"], &given, "iommu_groups").contains("intel_iommu=on"));
+    // A container has its kernel from its host, and may lack its modules.
     for file in CONTAINER {
         let file: [(&str, &[u8]); 1] = [(file.trim_start_matches('/'), b"")];
-        assert_eq!(fix(nodes, &file, "vfio"), "sudo modprobe vfio-pci    # on the host of this container");
-        let groups = fix("sys/kernel/iommu_groups", &file, "iommu_groups");
+        let modprobe = "sudo modprobe vfio-pci    # on the host of this container";
+        assert_eq!([fix(nodes, &file, "vfio"), fix(&["dev/", "lib/"], &file, "vfio")], [modprobe; 2]);
+        let groups = fix(&["sys/kernel/iommu_groups"], &file, "iommu_groups");
         assert!(groups.ends_with("with VT-d on in the firmware; on the host of this container"), "{groups}");
     }
 }
@@ -385,8 +389,10 @@ fn v80() -> Vec<(&'static str, &'static [u8])> {
 #[test]
 fn what_slash_lacks_comes_with_a_command() {
     let check = |without: &[&str], name: &str| {
-        let files: Vec<_> =
-            v80().into_iter().filter(|(path, _)| !without.iter().any(|w| path.starts_with(w))).collect();
+        let is_left = |(path, text): &(&str, &[u8])| {
+            !without.iter().any(|begin| path.starts_with(begin) || text.starts_with(begin.as_bytes()))
+        };
+        let files: Vec<_> = v80().into_iter().filter(is_left).collect();
         let (_root, probe) = machine(&files);
         let report = look(&probe);
         consistent(&report);
@@ -400,7 +406,7 @@ fn what_slash_lacks_comes_with_a_command() {
     assert_eq!(check(&[], "vrtd").0, Status::Ok);
     let fix = |without: &[&str], name| check(without, name).2.unwrap();
     assert_eq!(fix(&[&nodes[..], &["sys/module/slash"]].concat(), "slash"), "sudo modprobe slash");
-    let no_driver = [&nodes[..], &["sys/module/slash", "lib"]].concat();
+    let no_driver = [&nodes[..], &["sys/module/slash", "updates/dkms/slash"]].concat();
     assert_eq!(fix(&no_driver, "slash"), format!("modinfo slash{NO_MODULE}"));
     assert!(fix(&nodes, "slash").starts_with("sudo dmesg | grep slash "));
     assert!(fix(&nodes[1..], "slash").starts_with("sudo dmesg | grep slash_qdma"));
