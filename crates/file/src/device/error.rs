@@ -34,7 +34,7 @@ pub enum FileDeviceError {
     TooSmall {
         /// The file.
         path: PathBuf,
-        /// Its bytes, or those of the file for the other direction where that has fewer.
+        /// Its bytes.
         len: u64,
     },
     /// A block device that a file system or something else uses.

@@ -31,8 +31,7 @@ impl FileDevice {
         let opened = Arc::new(Opened::new(paths, options)?);
         // A character device does not say how long it is: as long as a file can be.
         let len = opened.len.unwrap_or(i64::MAX as u64);
-        let small = || FileDeviceError::TooSmall { path: opened.paths.h2c.clone(), len };
-        let span = Span::new(CardAddr::new(0), len & !0xfff).ok_or_else(small)?;
+        let span = Span::new(CardAddr::new(0), len & !0xfff).expect("a page at least, which was checked");
         let queue = Some(FileDeviceQueue::open(opened.clone())?);
         Ok(Self { opened, regions: vec![Region::new("device", span)], queue, space: FlatSpace::new() })
     }

@@ -101,14 +101,18 @@ fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceErr
 /// Bytes of a file or block device; `None` for character devices.
 fn len(file: &File, path: &Path) -> Result<Option<u64>, FileDeviceError> {
     let failed = |source| FileDeviceError::Open { path: path.to_owned(), what: "its length", source };
+    let sized = |len| match len {
+        0..4096 => Err(FileDeviceError::TooSmall { path: path.to_owned(), len }),
+        len => Ok(Some(len)),
+    };
     let meta = file.metadata().map_err(failed)?;
     if meta.is_file() {
-        return Ok(Some(meta.len()));
+        return sized(meta.len());
     }
     if meta.file_type().is_block_device() {
         // The position belongs to this descriptor, and nothing here reads by it.
         let end = rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).map_err(|e| failed(e.into()))?;
-        return Ok(Some(end));
+        return sized(end);
     }
     if meta.file_type().is_char_device() && file.is_terminal() {
         return Err(FileDeviceError::NoAddresses { path: path.to_owned(), kind: "terminal" });

@@ -55,6 +55,19 @@ fn regions_are_whole_pages_of_the_file() {
         Ok(device.regions()[0].span.len())
     };
     assert_eq!((length(0), length(4095), length(10_000)), (Err(0), Err(4095), Ok(8192)));
+    // Of two files, the one that is too small is named.
+    let [large, small] = [8192, 100].map(|bytes| {
+        let file = NamedTempFile::new_in(DISK).unwrap();
+        file.as_file().set_len(bytes).unwrap();
+        file
+    });
+    for (h2c, c2h) in [(&large, &small), (&small, &large)] {
+        let paths = FileDevicePaths { h2c: h2c.path().to_owned(), c2h: c2h.path().to_owned() };
+        match FileDevice::open(paths, FileDeviceOptions::default()) {
+            Err(FileDeviceError::TooSmall { path, len }) => assert_eq!((&*path, len), (small.path(), 100)),
+            other => panic!("{other:?}"),
+        }
+    }
     if Path::new("/dev/null").exists() && File::options().write(true).open("/dev/null").is_ok() {
         let paths = FileDevicePaths { h2c: "/dev/null".into(), c2h: "/dev/null".into() };
         let device = FileDevice::open(paths, FileDeviceOptions::default()).unwrap();
