@@ -47,7 +47,7 @@ class _OfSafetensors(Error):
 
     def __new__(cls, message: str = "", **fields: object) -> Self:
         theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
-        if theirs is None or issubclass(cls, theirs):
+        if not isinstance(theirs, type) or issubclass(cls, theirs):
             return super().__new__(cls, message)
         if (cls, theirs) not in _BOTH:
             _BOTH[cls, theirs] = type(cls.__name__, (cls, theirs), {"__module__": cls.__module__, "_plain": cls})
@@ -128,8 +128,8 @@ class OutOfMemoryError(Error, MemoryError):
 
 
 class MemoryLimitError(OutOfMemoryError):
-    """The limit does not allow it: bytes `wanted`, the `limit`, bytes in use (`used`), and of several tensors the first
-    (`tensor`)."""
+    """The limit does not allow it: bytes `wanted`, the `limit`, bytes in use (`used`), and the tensor (`tensor`) unless
+    a whole model was asked for."""
 
 
 class UnknownTensorError(_OfSafetensors, KeyError):

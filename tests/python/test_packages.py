@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # The part that cargo-deb puts into the script.
-SYSUSERS = 'if [ "$1" = "configure" ]; then\n   systemd-sysusers dmalane.conf\nfi\n'
+SYSUSERS = 'if [ "$1" = "configure" ]; then\n   systemd-sysusers ${DPKG_ROOT:+--root="$DPKG_ROOT"} dmalane.conf\nfi\n'
 
 
 def test_the_pages_of_a_package_link_to_what_is_in_it(tmp_path):

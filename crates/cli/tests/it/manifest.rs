@@ -131,6 +131,9 @@ fn files_of_a_model_that_are_missing_are_named() {
     assert!(said.contains("hint: Not checked: 1 file of the manifest not named"), "{said}");
     let (_, said) = dmalane(&folder, "manifest model", 1);
     assert!(said.contains("a file that is not there: b.safetensors"), "{said}");
+    // Nothing is there of a name that is not right.
+    let (_, said) = dmalane(&folder, "verify q-00001-of-00003.gguf --manifest m.json", 1);
+    assert!(said.contains("3 parts of 3 are missing") && !said.contains("difference"), "{said}");
     flip(&folder.join("model/a.safetensors"), 0);
     fs::copy(folder.join("model/a.safetensors"), folder.join("model/c.safetensors")).unwrap();
     crate::index(&folder.join("model"), &["c.safetensors"]);

@@ -1,6 +1,7 @@
 //! A limit of memory that readers share, and what they have taken of it.
 
 use std::process;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -16,15 +17,30 @@ pub(super) struct Budget {
     limit: u64,
     /// The process that reads within it.
     process: u32,
-    state: Mutex<State>,
+    used: Mutex<u64>,
     freed: Condvar,
 }
 
+/// A reader that may wait for memory, as others see it.
 #[derive(Default)]
-struct State {
-    used: u64,
-    /// Bytes that a reader waits for, and for which tensor.
-    waiting: Option<(u64, String)>,
+pub(super) struct Waiter {
+    cancelled: AtomicBool,
+    /// Bytes that it waits for, and for which tensor.
+    wanted: Mutex<Option<(u64, String)>>,
+}
+
+impl Waiter {
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+
+    pub fn wanted(&self) -> Option<(u64, String)> {
+        lock(&self.wanted).clone()
+    }
 }
 
 /// Bytes of a limit, given back when dropped.
@@ -39,14 +55,14 @@ impl Drop for Charge {
         if process::id() != self.budget.process {
             return;
         }
-        lock(&self.budget.state).used -= self.bytes;
+        *lock(&self.budget.used) -= self.bytes;
         self.budget.freed.notify_all();
     }
 }
 
 impl Budget {
     pub fn new(limit: u64) -> Arc<Self> {
-        Arc::new(Self { limit, process: process::id(), state: Mutex::default(), freed: Condvar::new() })
+        Arc::new(Self { limit, process: process::id(), used: Mutex::default(), freed: Condvar::new() })
     }
 
     pub fn limit(&self) -> u64 {
@@ -55,12 +71,7 @@ impl Budget {
 
     /// Bytes in use.
     pub fn used(&self) -> u64 {
-        lock(&self.state).used
-    }
-
-    /// Bytes that a reader waits for, and for which tensor.
-    pub fn waiting(&self) -> Option<(u64, String)> {
-        lock(&self.state).waiting.clone()
+        *lock(&self.used)
     }
 
     pub fn refuse(&self, tensor: Option<&str>, wanted: u64) -> Error {
@@ -79,40 +90,32 @@ impl Budget {
 
     /// Takes bytes now, for this tensor.
     pub fn take(self: &Arc<Self>, tensor: Option<&str>, bytes: u64) -> Result<Charge, Error> {
-        let mut state = lock(&self.state);
-        match state.used.checked_add(bytes).filter(|used| *used <= self.limit) {
-            Some(used) => {
-                state.used = used;
+        let mut used = lock(&self.used);
+        match used.checked_add(bytes).filter(|sum| *sum <= self.limit) {
+            Some(sum) => {
+                *used = sum;
                 Ok(Charge { budget: self.clone(), bytes })
             }
-            None => Err(self.refusal(tensor, bytes, state.used)),
+            None => Err(self.refusal(tensor, bytes, *used)),
         }
     }
 
-    /// Takes bytes as soon as they are free; `None` when `cancelled` says so first.
-    pub fn wait(
-        self: &Arc<Self>,
-        tensor: &str,
-        bytes: u64,
-        cancelled: &dyn Fn() -> bool,
-    ) -> Result<Option<Charge>, Error> {
+    /// Takes bytes as soon as they are free; `None` when the reader is cancelled first.
+    pub fn wait(self: &Arc<Self>, tensor: &str, bytes: u64, waiter: &Waiter) -> Result<Option<Charge>, Error> {
         if bytes > self.limit {
             return Err(self.refuse(Some(tensor), bytes));
         }
-        let mut state = lock(&self.state);
-        loop {
-            // First of all: memory that has just come back is for others then.
-            if cancelled() {
-                state.waiting = None;
-                return Ok(None);
-            }
-            if state.used.saturating_add(bytes) <= self.limit {
-                break;
-            }
-            state.waiting.get_or_insert_with(|| (bytes, tensor.to_owned()));
-            state = self.freed.wait_timeout(state, EVERY).unwrap_or_else(PoisonError::into_inner).0;
+        let mut used = lock(&self.used);
+        // First of all whether it is cancelled: memory that has just come back is for others then.
+        while !waiter.is_cancelled() && used.saturating_add(bytes) > self.limit {
+            lock(&waiter.wanted).get_or_insert_with(|| (bytes, tensor.to_owned()));
+            used = self.freed.wait_timeout(used, EVERY).unwrap_or_else(PoisonError::into_inner).0;
         }
-        (state.waiting, state.used) = (None, state.used + bytes);
+        *lock(&waiter.wanted) = None;
+        if waiter.is_cancelled() {
+            return Ok(None);
+        }
+        *used += bytes;
         Ok(Some(Charge { budget: self.clone(), bytes }))
     }
 }
@@ -131,22 +134,31 @@ mod tests {
         drop(first);
         assert_eq!(budget.used(), 40);
         drop(second);
-        assert_eq!((budget.used(), budget.waiting()), (0, None));
+        assert_eq!(budget.used(), 0);
     }
 
+    /// Of two, each knows what it waits for.
     #[test]
-    fn a_reader_waits_until_memory_comes_back() {
+    fn readers_wait_until_memory_comes_back() {
         let budget = Budget::new(100);
         let first = budget.take(None, 60).unwrap();
-        assert!(budget.wait("a", 101, &|| false).is_err(), "it could never be had");
-        assert!(budget.wait("a", 50, &|| true).unwrap().is_none());
-        let (mine, never) = (budget.clone(), || false);
-        let waiting = std::thread::spawn(move || mine.wait("a", 50, &never).unwrap().is_some());
-        while budget.waiting().is_none() {
-            std::thread::yield_now();
+        let cancelled = Waiter::default();
+        assert!(budget.wait("a", 101, &cancelled).is_err(), "it could never be had");
+        cancelled.cancel();
+        assert!(budget.wait("a", 40, &cancelled).unwrap().is_none());
+        let waiters = [("a", 50), ("b", 45)].map(|of| (of, Arc::new(Waiter::default())));
+        let waiting = waiters.clone().map(|((tensor, bytes), waiter)| {
+            let budget = budget.clone();
+            std::thread::spawn(move || budget.wait(tensor, bytes, &waiter).unwrap().is_some())
+        });
+        for ((tensor, bytes), waiter) in &waiters {
+            while waiter.wanted().is_none() {
+                std::thread::yield_now();
+            }
+            assert_eq!(waiter.wanted(), Some((*bytes, (*tensor).to_owned())));
         }
         drop(first);
-        assert!(waiting.join().unwrap());
-        assert_eq!((budget.used(), budget.waiting()), (0, None));
+        assert!(waiting.into_iter().all(|thread| thread.join().unwrap()));
+        assert_eq!((budget.used(), waiters.map(|(_, waiter)| waiter.wanted())), (0, [None, None]));
     }
 }

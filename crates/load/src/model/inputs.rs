@@ -1,5 +1,6 @@
 //! Files by name that are read as they are, models or not.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -51,9 +52,9 @@ impl Inputs {
             Some(manifest) => manifest.verify(&mut self.files, self.whole, progress)?,
             None => verify_names(&mut self.files, progress)?,
         };
-        let missing: Vec<_> = self.missing.iter().map(|path| Problem::Missing.of(name(path))).collect();
-        differences.retain(|difference| !missing.contains(difference));
-        differences.extend(missing);
+        let missing: BTreeSet<String> = self.missing.iter().map(|path| name(path)).collect();
+        differences.retain(|of| of.problem != Problem::Missing || !missing.contains(&of.file));
+        differences.extend(missing.into_iter().map(|name| Problem::Missing.of(name)));
         Ok(differences)
     }
 

@@ -2,7 +2,6 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::{ControlFlow, Range};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -11,6 +10,7 @@ use std::time::{Duration, Instant};
 use dmalane_dma::lock;
 
 use super::block::{Block, HostTensor};
+use super::budget::Waiter;
 use super::plan::Plan;
 use super::reader::Reader;
 use crate::error::Error;
@@ -33,7 +33,7 @@ struct Batch {
 /// the next one waits for memory that does not come back within half a second, that is an error.
 pub struct TensorStream {
     reader: Arc<Reader>,
-    cancelled: Arc<AtomicBool>,
+    waiter: Arc<Waiter>,
     batches: Mutex<Receiver<Result<Batch, Error>>>,
     ready: VecDeque<HostTensor>,
     /// Since when the reader has been waiting for memory.
@@ -63,15 +63,15 @@ impl TensorStream {
     pub(super) fn new(reader: Arc<Reader>, names: Option<HashSet<String>>) -> Self {
         // One batch is in use, one waits, one is being read.
         let (sender, batches) = sync_channel(1);
-        let cancelled = Arc::new(AtomicBool::new(false));
-        let (model, stop) = (reader.clone(), cancelled.clone());
-        thread::spawn(move || produce(&model, names.as_ref(), &stop, &sender));
-        Self { reader, cancelled, batches: Mutex::new(batches), ready: VecDeque::new(), stuck: None }
+        let waiter = Arc::new(Waiter::default());
+        let (model, own) = (reader.clone(), waiter.clone());
+        thread::spawn(move || produce(&model, names.as_ref(), &own, &sender));
+        Self { reader, waiter, batches: Mutex::new(batches), ready: VecDeque::new(), stuck: None }
     }
 
     /// Ends it: a read that nobody waits for must not take the memory that comes back.
     pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::Relaxed);
+        self.waiter.cancel();
     }
 
     /// Waits up to `wait` for the next tensor.
@@ -99,7 +99,7 @@ impl TensorStream {
 
     /// The reader waits for memory, and the caller for the reader: only the caller or other threads can help.
     fn waiting(&mut self) -> Result<Next, Error> {
-        match (self.reader.budget.waiting(), self.stuck) {
+        match (self.waiter.wanted(), self.stuck) {
             (None, _) => self.stuck = None,
             (Some(_), None) => {
                 self.stuck = Some(Instant::now());
@@ -131,12 +131,7 @@ impl Iterator for TensorStream {
 }
 
 /// Reads batch after batch, until the end, a failure, or until nobody listens.
-fn produce(
-    reader: &Reader,
-    names: Option<&HashSet<String>>,
-    cancelled: &AtomicBool,
-    to: &SyncSender<Result<Batch, Error>>,
-) {
+fn produce(reader: &Reader, names: Option<&HashSet<String>>, waiter: &Waiter, to: &SyncSender<Result<Batch, Error>>) {
     let most = (reader.budget.limit() / 8).clamp(64 << 10, BATCH);
     for (file, source) in reader.files.iter().enumerate() {
         let tensors = &source.contents().tensors;
@@ -152,7 +147,7 @@ fn produce(
                 bytes += tensors[end].len;
                 end += 1;
             }
-            let batch = read(reader, file, start..end, cancelled);
+            let batch = read(reader, file, start..end, waiter);
             let Some(batch) = batch.transpose() else { return };
             let failed = batch.is_err();
             if to.send(batch).is_err() || failed {
@@ -164,12 +159,11 @@ fn produce(
 }
 
 /// Reads some tensors of a file; `None` when cancelled.
-fn read(reader: &Reader, file: usize, tensors: Range<usize>, cancelled: &AtomicBool) -> Result<Option<Batch>, Error> {
+fn read(reader: &Reader, file: usize, tensors: Range<usize>, waiter: &Waiter) -> Result<Option<Batch>, Error> {
     let first = &reader.files[file].contents().tensors[tensors.start].name;
     let plan = reader.plan(file, tensors, None)?;
-    let stop = || cancelled.load(Ordering::Relaxed);
-    let Some(charge) = reader.budget.wait(first, plan.memory(), &stop)? else { return Ok(None) };
-    let mut watch = |_| if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+    let Some(charge) = reader.budget.wait(first, plan.memory(), waiter)? else { return Ok(None) };
+    let mut watch = |_| if waiter.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
     let (block, plan) = reader.read_one(file, plan, charge, &mut watch)?;
     Ok(Some(Batch { file, plan, block }))
 }

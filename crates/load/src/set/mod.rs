@@ -104,7 +104,12 @@ impl ModelSet {
             }
             None => return Ok(Self { files: vec![SetFile::whole(path.to_owned())], ..Self::default() }),
         };
-        Ok(Self::of_shards(path, path, files.into_iter().filter(|file| file.exists()).collect()))
+        let set = Self::of_shards(path, path, files.into_iter().filter(|file| file.exists()).collect());
+        match &set.lacks {
+            // Not a part is there of such a name.
+            Some((path, why)) if set.files.is_empty() => Err(unknown(path, io::ErrorKind::NotFound, why.clone())),
+            _ => Ok(set),
+        }
     }
 
     /// The files of a model that are there. If they are shards, of which `one` is one, others may be missing.
