@@ -720,7 +720,7 @@ pub(crate) fn more(cases: u32) -> u32 {
     cases * std::env::var("DMALANE_CASES").map_or(1, |n| n.parse::<u32>().expect("a number"))
 }
 
-/// What the tables of a format do.
+/// Calls on the tables of a format.
 macro_rules! conformance {
     ($($module:ident: $format:ty;)*) => {$(
         mod $module {
@@ -773,7 +773,7 @@ crate::formats::stand_ins!(conformance);
 #[cfg(every_format)]
 dmalane_iopt::formats!(conformance);
 
-/// What a format's entries say.
+/// Entries of a format.
 mod entries {
     use super::*;
 
