@@ -43,7 +43,7 @@ impl ReadMode {
 
     /// Opens the files of models, for which these paths stand. Adds what had to be copied first.
     pub fn open(self, set: ModelSet, paths: &[PathBuf], copied: &mut Copied) -> Result<Inputs, Failure> {
-        let whole = !set.files.iter().map(|file| &file.path).chain(&set.missing).eq(paths);
+        let whole = !set.is_named_by(paths);
         let files = open_inputs(open_all(&set.files, copied)?, self.options()).map_err(failure)?;
         Ok(Inputs { files, whole, missing: set.missing })
     }

@@ -32,7 +32,7 @@ impl Inputs {
     /// # Errors
     /// [`Error::File`], [`Error::Open`].
     pub fn open(set: ModelSet, named: &[PathBuf], options: FileOptions) -> Result<Self, Error> {
-        let whole = !set.files.iter().map(|file| &file.path).chain(&set.missing).eq(named);
+        let whole = !set.is_named_by(named);
         let open = |file: SetFile| if file.kept.is_some() { OpenFile::of(&file) } else { OpenFile::regular(file.path) };
         let files = open_inputs(in_parallel(set.files, open)?, options)?;
         Ok(Self { files, whole, missing: set.missing })

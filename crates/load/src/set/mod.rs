@@ -80,6 +80,11 @@ impl ModelSet {
         Self::of([path])
     }
 
+    /// Whether these paths are its files themselves: no directory, index or other name stands for some.
+    pub fn is_named_by(&self, paths: &[PathBuf]) -> bool {
+        self.files.iter().map(|file| &file.path).chain(&self.missing).eq(paths)
+    }
+
     fn look(path: &Path) -> Result<Self, Error> {
         if let Some(name) = kept::name_in(path) {
             return Ok(Self { files: kept::attach(name)?.into_files(), ..Self::default() });
