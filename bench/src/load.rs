@@ -34,10 +34,6 @@ pub struct Options {
     #[arg(long, default_value_t = 16 << 20)]
     chunk: u64,
 
-    /// Give the card a thread for each channel
-    #[arg(long)]
-    workers: bool,
-
     /// Where the file is made; it must be on a disk
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/target"))]
     folder: PathBuf,
@@ -122,7 +118,7 @@ impl Bench {
         let mut bench = Self {
             path,
             size: options.size,
-            device: how.open(&if options.workers { "soft,workers=each" } else { "soft" }.parse()?)?,
+            device: how.open(&"soft".parse()?)?,
             checksum: None,
             parts,
             whole: heap.allocate(size)?.share(),

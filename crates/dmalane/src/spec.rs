@@ -89,7 +89,7 @@ mod tests {
     /// Names of every kind, with every option.
     const NAMES: &[&str] = &[
         "soft",
-        "soft,ddr=1GiB,hbm=4MiB,channels=3,workers=each,fragmentation=0.25,ring=16,flat",
+        "soft,ddr=1GiB,hbm=4MiB,channels=3,fragmentation=0.25,ring=16,flat",
         "daemon",
         "daemon:/tmp/a:b",
         "daemon:/tmp/a,b,ddr=1GiB,hbm=4MiB,server-uid=5,ring=16",
@@ -175,13 +175,12 @@ mod tests {
             ("ram:0", "at least 1 byte"),
             ("ram:1M", "could mean"),
             ("ram:1MiB,ddr=1GiB", "ram has no option \"ddr\", which soft and daemon have; its options: none"),
-            ("ram:1MiB,workers=one", "which soft has;"),
+            ("ram:1MiB,fragmentation=1", "which soft has;"),
             ("soft,ddr=0", "the option ddr=SIZE of soft: the size must be at least 1 byte"),
             ("soft,ddr=257GiB", "a memory of the card has at most 256GiB"),
             ("soft,ddr", "a value is missing"),
             ("soft,dddr=1GiB", "did you mean ddr?"),
             ("soft,channels=17", "not a number from 1 to 16"),
-            ("soft,workers=2", "not none, one or each"),
             ("soft,fragmentation=1.1", "not a number from 0 to 1"),
             ("soft,fragmentation=NaN", "not a number from 0 to 1"),
             ("soft,ring=3", "not a power of two from 2 to 65536"),

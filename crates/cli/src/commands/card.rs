@@ -109,10 +109,7 @@ impl Serve {
 
 /// The card of a name that has nothing of its driver's, which is the client's.
 fn card(spec: &DeviceSpec) -> Result<&SoftSpec, Failure> {
-    let only = |card: &&SoftSpec| {
-        let config = CardConfig { workers: Workers::Inline, ..card.config };
-        **card == SoftSpec { config, ..SoftSpec::default() }
-    };
+    let only = |card: &&SoftSpec| **card == SoftSpec { config: card.config, ..SoftSpec::default() };
     let card = spec.get::<SoftSpec>().filter(only);
     card.ok_or_else(|| Failure::usage(format!("{spec} cannot be served: -d takes soft, with ddr, hbm and channels")))
 }

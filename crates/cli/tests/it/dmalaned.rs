@@ -256,7 +256,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(json["integrity"].as_array().unwrap().len(), 3, "{json}");
     assert_eq!(json["figures"].as_array().unwrap().len(), 9, "{json}");
-    let output = dmalane(&[&quick[..], &["-d", &format!("{device},workers=each")]].concat());
+    let output = dmalane(&[&quick[..], &["-d", &format!("{device},channels=1")]].concat());
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
 
     let output = end(child, Signal::TERM);

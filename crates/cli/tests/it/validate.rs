@@ -84,8 +84,8 @@ fn the_table_has_integrity_and_figures_for_each_memory() {
     );
     assert!(table.contains("GB/s of all threads together; ") && table.contains("a resolution of 1 %"), "{table}");
     assert!(table.lines().all(|line| line.chars().count() <= 100), "{table}");
-    assert!(table.contains("2 channels, the card works in the threads that poll"), "-v: {table}");
-    assert!(!ok(&["--pages", "4k"]).contains("the threads that poll"));
+    assert!(table.contains("2 channels, one thread for the card, helped by those that poll"), "-v: {table}");
+    assert!(!ok(&["--pages", "4k"]).contains("those that poll"));
 }
 
 #[test]
@@ -124,10 +124,10 @@ fn every_option_does_what_it_says() {
         assert!(!figures(&once(&["--mm-channel", channels])).is_empty());
     }
     assert!(
-        once(&["-d", &format!("{SMALL},ring=16,workers=each")])["notes"][0]
+        once(&["-d", &format!("{SMALL},ring=16")])["notes"][0]
             .as_str()
             .unwrap()
-            .contains("a thread for each channel of the card, rings of 16")
+            .contains("one thread for the card, helped by those that poll, rings of 16")
     );
     let sweep = once(&["--buffer-size", "4KiB,16KiB,64KiB"]);
     let sizes: Vec<u64> = figures(&sweep).iter().map(|f| f["buffer_bytes"].as_u64().unwrap()).collect();

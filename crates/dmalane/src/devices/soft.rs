@@ -36,7 +36,7 @@ pub struct SoftSpec {
 
 impl Default for SoftSpec {
     fn default() -> Self {
-        let config = CardConfig { ddr: DDR, hbm: HBM, ..CardConfig::default() };
+        let config = CardConfig { ddr: DDR, hbm: HBM, workers: Workers::One, ..CardConfig::default() };
         let host = HostConfig { memory: HOST_MEMORY, ..HostConfig::default() };
         Self { config, host, card: CardUse::default() }
     }
@@ -81,20 +81,6 @@ impl Spec for SoftSpec {
                 number(text, 1..=16).map(|it| spec.config.channels = it)
             }),
             SpecOption::valued(
-                "workers",
-                "WHICH",
-                "threads of the card: none, one, or each for one per channel [none]",
-                |spec: &mut Self, text| {
-                    spec.config.workers = match text {
-                        "none" => Workers::Inline,
-                        "one" => Workers::One,
-                        "each" => Workers::PerChannel,
-                        _ => return Err("not none, one or each".to_owned()),
-                    };
-                    Ok(())
-                },
-            ),
-            SpecOption::valued(
                 "fragmentation",
                 "F",
                 "fragmentation of its host's physical memory, 0 to 1 [0.5]",
@@ -107,15 +93,10 @@ impl Spec for SoftSpec {
     fn open(&self, options: &OpenOptions) -> OpenResult {
         let (card, host): (_, SoftHost) = (self.config, SoftHost::new(self.host)?);
         let bus = Arc::new(SoftBus::new(host, card)?);
-        // Unless each channel has a thread, apparent differences between channels only reflect polling order.
-        let concurrent = card.workers == Workers::PerChannel;
-        let (threads, processors) = match card.workers {
-            Workers::Inline => ("the card works in the threads that poll", 0),
-            Workers::One => ("one thread for the card", 1),
-            Workers::PerChannel => ("a thread for each channel of the card", card.channels as usize),
-        };
-        let used = card::used(&self.card, "software card".to_owned(), concurrent, options);
-        let how = CardUse { threads: Some(threads.to_owned()), processors, ..used };
+        // Apparent differences between its channels only reflect which of them its thread came to first.
+        let used = card::used(&self.card, "software card".to_owned(), false, options);
+        let threads = "one thread for the card, helped by those that poll".to_owned();
+        let how = CardUse { threads: Some(threads), ..used };
         Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || counters(&bus))))
     }
 

@@ -26,7 +26,7 @@ const SMALL: &str = "soft,ddr=32MiB,hbm=32MiB";
 /// Runs `test` with a device of each kind that needs no hardware, and options for it.
 pub(crate) fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
     let (default, folder) = (OpenOptions::default(), tempfile::tempdir().unwrap());
-    for how in ["", ",workers=one", ",workers=each", ",flat"] {
+    for how in ["", ",flat"] {
         test(&format!("{SMALL}{how}").parse().unwrap(), &default);
     }
     test(&"ram:64MiB".parse().unwrap(), &default);
