@@ -58,9 +58,10 @@ impl CudaDevice {
             return Err(Error::Unsupported("virtual memory (cuMemMap), as of some vGPUs; vulkan:N does without"));
         }
         let context = Context::new(driver, device)?;
-        let (free, _) = context.memory()?;
+        // Addresses for all memory, also what other programs have now: it may become free while the device is open.
+        let (_, total) = context.memory()?;
         let granule = context.granularity()?;
-        let window = Window::reserve(&context, free / granule.max(1) * granule)?;
+        let window = Window::reserve(&context, total / granule.max(1) * granule)?;
         let granule = PageSize::new(granule).ok_or(Error::Unsupported("pages of a power of two bytes"))?;
         let span = Span::new(CardAddr::new(window.at()), window.len());
         let span = span.ok_or(Error::NoMemory)?;

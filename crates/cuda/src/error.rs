@@ -66,8 +66,8 @@ pub enum Error {
     /// Memory that another process has lent, of another GPU.
     #[error("the memory is that of GPU {0}")]
     OtherGpu(i32),
-    /// All memory of the GPU is taken.
-    #[error("the GPU has no free memory")]
+    /// The GPU has no memory.
+    #[error("the GPU has no memory")]
     NoMemory,
 }
 

@@ -42,4 +42,8 @@ impl MemoryDriver for Vram {
             self.stuck.push(range);
         }
     }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.context.memory().ok().map(|(free, _)| free)
+    }
 }

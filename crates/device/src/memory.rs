@@ -135,6 +135,12 @@ pub trait MemoryDriver: Send {
     /// Frees a range as it was allocated, at the latest when the memory is dropped. Nothing is bound to it, and no
     /// operation on it is in flight.
     fn free(&mut self, range: Span<CardAddr>);
+
+    /// Bytes that it could allocate now; `None` where only trying tells. Other programs may use the device, so they may
+    /// be fewer than its regions have free, and change at any time.
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// The end of a region at which memory shall lie.
@@ -439,7 +445,7 @@ impl DeviceMemory {
         };
         let areas: Vec<_> = self.areas_of(placement).into_iter().map(|at| &self.areas[at]).collect();
         let free = areas.iter().map(|area| largest(area));
-        match placement {
+        let room = match placement {
             Placement::Named(_) if self.granted.is_some() => free.sum(),
             Placement::Named(_) if self.contiguous => {
                 let both = areas.windows(2).filter_map(|two| border(two[0], two[1])).map(|(_, a, b)| a + b);
@@ -447,7 +453,13 @@ impl DeviceMemory {
             }
             Placement::Named(_) => free.min().map_or(0, |least| least * areas.len() as u64),
             Placement::Default | Placement::OneOf(_) => free.max().unwrap_or(0),
-        }
+        };
+        room.min(self.driver_has())
+    }
+
+    /// Bytes that the driver could allocate, if that is known.
+    fn driver_has(&self) -> u64 {
+        self.driver.as_ref().and_then(|driver| driver.by.free_bytes()).unwrap_or(u64::MAX)
     }
 
     /// Gives back what was allocated.
@@ -487,10 +499,12 @@ impl DeviceMemory {
         self.areas.iter().map(|(region, _)| region)
     }
 
-    /// Bytes free in all; with those that were not granted, where memory is granted.
+    /// Bytes free in all, as of now: with those that were not granted, where memory is granted, and no more than the
+    /// driver has.
     pub fn free_bytes(&self) -> u64 {
         let unknown = |region| self.granted.as_ref().map_or(0, |granted| granted.unknown(region));
-        self.areas.iter().map(|(region, area)| area.free_bytes() + unknown(region)).sum()
+        let free: u64 = self.areas.iter().map(|(region, area)| area.free_bytes() + unknown(region)).sum();
+        free.min(self.driver_has())
     }
 
     fn no_region(&self, placement: &Placement) -> MemoryError {
@@ -665,6 +679,10 @@ mod tests {
             let at = given.iter().position(|r| *r == range).expect("allocated as it is freed");
             given.remove(at);
         }
+
+        fn free_bytes(&self) -> Option<u64> {
+            Some(self.0 - self.1.lock().unwrap().iter().map(Span::len).sum::<u64>())
+        }
     }
 
     #[test]
@@ -686,6 +704,8 @@ mod tests {
         };
         let ddr = m.allocate(MIB, &Placement::DDR).unwrap();
         live(MIB);
+        // Others may have the rest of the region.
+        assert_eq!((free, m.free_bytes(), m.room(&Placement::DDR)), (6 * MIB, 5 * MIB, 5 * MIB));
         let refused = m.allocate(10 * MIB, &Placement::HBM).unwrap_err();
         assert_eq!(dmalane_dma::error_chain(&refused), "cannot allocate 2 MiB of device memory in hbm: out of memory");
         assert!(matches!(m.reserve(6 * MIB), Err(MemoryError::Driver { .. })));

@@ -7,10 +7,9 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use dmalane::load::Error;
 use dmalane::load::fill::Event;
 use dmalane::load::kept::wire::KeptList;
-use dmalane::load::kept::{self, KeepError, KeepOptions, KeeperClient, KeptModel, KeptTimes, socket_path};
+use dmalane::load::kept::{self, KeepOptions, KeeperClient, KeptTimes, socket_path};
 use dmalane::{DeviceSpec, OpenOptions};
 use serde_json::json;
 
@@ -95,7 +94,10 @@ impl Keep {
         };
         let kept = match &self.device {
             None => kept::keep(None, &self.files, &options, watch),
-            Some(spec) => keep_on(spec, &self.files, &options, watch)?,
+            Some(spec) => {
+                let mut device = device::open(spec, &OpenOptions::default())?;
+                kept::keep(Some(&mut device), &self.files, &options, watch)
+            }
         };
         let (model, replaced) = kept.map_err(|e| match model::differs("nothing is kept", &e) {
             Some(failure) => failure,
@@ -118,33 +120,6 @@ impl Keep {
             format!("Keeps {name}: {files}, {} in {took} ({}): kept:{name}\n{of}", binary(bytes), rate(bytes, wall))
         };
         output::tell(self.json, object, text)
-    }
-}
-
-/// How long memory of a device may take to become free.
-const FREED_WITHIN: Duration = Duration::from_secs(2);
-
-/// Keeps a model in memory of a device, where others that are kept make room.
-fn keep_on(
-    spec: &DeviceSpec,
-    files: &[PathBuf],
-    options: &KeepOptions,
-    mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-) -> Result<Result<(KeptModel, Option<String>), Error>, Failure> {
-    let mut asked = None;
-    loop {
-        // Opened again, it has what became free.
-        let mut device = device::open(spec, &OpenOptions::default())?;
-        match (kept::keep(Some(&mut device), files, options, &mut watch), asked) {
-            (Err(Error::Kept(KeepError::DeviceFull { device, missing, .. })), None) => {
-                connect()?.room_on(&device, missing).map_err(|e| Failure::because("nothing is kept", &e))?;
-                asked = Some(Instant::now());
-            }
-            (Err(Error::Kept(KeepError::DeviceFull { .. })), Some(since)) if since.elapsed() < FREED_WITHIN => {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            (done, _) => return Ok(done),
-        }
     }
 }
 

@@ -64,16 +64,13 @@ pub enum KeepError {
         /// The answer of the device.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A device has no room for a model. Models that are kept there can make some
-    /// ([`KeeperClient::room_on`](super::KeeperClient::room_on)), for who opens it again.
+    /// A device has no room for a model, also after models that are kept there were let go.
     #[error("{device} has no room for it: {missing} bytes are missing")]
     DeviceFull {
         /// The device.
         device: String,
         /// Bytes that would have to be free beside those that are.
         missing: u64,
-        /// The answer of the device.
-        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A model cannot be kept.
     #[error("cannot {what}")]

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{PageSize, Span};
 use dmalane_device::Placement;
@@ -34,9 +34,11 @@ use crate::read::{Read, ReadOptions};
 use crate::set::{ModelSet, SetFile};
 
 /// How often a process that waits for another one to keep a model looks for it.
-const TURN: std::time::Duration = std::time::Duration::from_millis(20);
+const TURN: Duration = Duration::from_millis(20);
 /// How often a model is kept whose place another one takes before it can be attached to.
 const TRIES: u32 = 3;
+/// How long memory of a device may take to become free.
+const FREED_WITHIN: Duration = Duration::from_secs(2);
 /// Bytes that the texts of a model take beside their names.
 const TEXTS: u64 = 64 << 10;
 
@@ -101,7 +103,8 @@ impl KeepOptions {
 }
 
 /// Reads the files of a model into sealed memory, hashes them, and gives them to a keeper. The room is asked for first.
-/// Memory of a `device` is compared with the hashes of the files once they are there ([`KeeperClient::attach_onto`]).
+/// Memory of a `device` is compared with the hashes of the files once they are there ([`KeeperClient::attach_onto`]);
+/// where it is full, models that are kept there and to which nobody is attached make room.
 /// Returns the model, and the hash of another one of its name, if it takes the place of one.
 ///
 /// # Errors
@@ -297,7 +300,7 @@ fn keep_files(
     let begun = Instant::now();
     let Memory { device, fds: memory, places, mut took } = match device {
         None => into_memory(files, options.mode, regions, &mut manifest, watch)?,
-        Some(device) => onto_device(device, files, options.mode, regions, &mut manifest, watch)?,
+        Some(device) => onto_device(device, keeper, (files, options.mode), regions, &mut manifest, watch)?,
     };
     took.all = micros(begun.elapsed());
     for (file, before) in files.iter().zip(&before) {
@@ -361,8 +364,8 @@ fn into_memory(
 /// them.
 fn onto_device(
     device: &mut OpenDevice,
-    files: &[OpenFile],
-    mode: Mode,
+    keeper: &KeeperClient,
+    (files, mode): (&[OpenFile], Mode),
     regions: HashRegions,
     manifest: &mut Manifest,
     mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
@@ -374,6 +377,7 @@ fn onto_device(
             return Err(KeepError::Bad { what: file.path.display().to_string(), why }.into());
         }
     }
+    make_room(keeper, lending.device(), device, files)?;
     let mut inputs = open_inputs(files.to_vec(), FileOptions::for_mode(mode))?;
     let stop = Arc::new(AtomicBool::new(false));
     let mut progress = |len| {
@@ -387,10 +391,7 @@ fn onto_device(
     let loaded = device.load(&mut inputs, &Placement::Default, &mut progress);
     lending.allow(false);
     (device.stop, device.options.fill.hash_regions) = (stopped_before, hashed_before);
-    let loaded = loaded.map_err(|error| match error {
-        Error::DeviceMemory { .. } => full(device, lending.device(), files, error),
-        other => other,
-    })?;
+    let loaded = loaded?;
     manifest.set_digests(loaded.files.iter().map(|file| &*file.digests));
     let memory = lend(device, &loaded, manifest);
     // What was lent lives on; the device unmaps it here.
@@ -398,14 +399,25 @@ fn onto_device(
     memory
 }
 
-/// The error of a device that has no room for files, with what is missing.
-fn full(device: &mut OpenDevice, name: &str, files: &[OpenFile], error: Error) -> Error {
+/// Has models that are kept in memory of the device make room there for files, where that is full.
+fn make_room(keeper: &KeeperClient, name: &str, device: &mut OpenDevice, files: &[OpenFile]) -> Result<(), Error> {
     let granule = device.regions().first().map_or(PageSize::SIZE_4K, |region| region.granule);
-    let models = files.iter().filter_map(|file| file.model().ok());
-    let wanted = models.filter_map(|model| granule.round_up(device.layout(model)?.bo_len));
-    let wanted = wanted.fold(0, u64::saturating_add);
-    let missing = wanted.saturating_sub(device.memory().free_bytes()).max(1);
-    KeepError::DeviceFull { device: name.to_owned(), missing, source: Box::new(error) }.into()
+    let mut wanted = 0_u64;
+    for file in files {
+        let bytes = device.layout(file.model()?).and_then(|layout| granule.round_up(layout.bo_len));
+        wanted = wanted.saturating_add(bytes.unwrap_or(u64::MAX));
+    }
+    let mut missing = wanted.saturating_sub(device.memory().free_bytes());
+    if missing == 0 {
+        return Ok(());
+    }
+    keeper.room_on(name, missing)?;
+    let asked = Instant::now();
+    while missing > 0 && asked.elapsed() < FREED_WITHIN {
+        std::thread::sleep(TURN);
+        missing = wanted.saturating_sub(device.memory().free_bytes());
+    }
+    if missing == 0 { Ok(()) } else { Err(KeepError::DeviceFull { device: name.to_owned(), missing }.into()) }
 }
 
 /// Lends the memory of files that have the right bytes.
