@@ -17,7 +17,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
-use dmalane::addr::{Access, CardAddr};
+use dmalane::addr::Access;
 use dmalane::device::{DriverCopy, Placement};
 use dmalane::dma::Heap;
 use dmalane::keep::{Keeper, KeeperConfig, Listener};
@@ -121,33 +121,26 @@ fn load_onto(device: &mut OpenDevice, socket: &Path, name: &str, file: Option<&P
     Ok(took)
 }
 
-/// How long the driver of a GPU takes for as many bytes, by itself: from as much memory to as much as a load, since
-/// this driver's copies are the processor's.
+/// How long the driver of a GPU takes for as many bytes, by itself.
 fn driver_alone(spec: &DeviceSpec, bytes: u64) -> Result<f64> {
     const PIECE: u64 = 16 << 20;
     let device = OpenOptions::default().device(spec)?;
     let (registrar, mut memory) = (device.registrar(), device.memory());
-    let buffer = registrar.heap(None).allocate(bytes as usize)?.share();
+    let buffer = registrar.heap(None).allocate(PIECE as usize)?.share();
     let host = Registered::new(&*registrar, &buffer, Access::RW)?;
-    let at = memory.allocate(bytes, &Placement::Default)?.segments().next().ok_or("no memory")?.addr;
+    let at = memory.allocate(PIECE, &Placement::Default)?.segments().next().ok_or("no memory")?.addr;
     let failed = |e: Box<dyn Error + Send + Sync>| -> Box<dyn Error> { e };
     let mut driver = device.driver_copies().map_err(failed)?.ok_or("no copies by its driver")?;
-    let copy = |offset: u64| {
-        let at = CardAddr::new(at.bits() + offset);
-        DriverCopy { direction: Direction::FromHost, host: host.clone(), offset, at, len: PIECE.min(bytes - offset) }
-    };
-    let copies: Vec<_> = (0..bytes).step_by(PIECE as usize).map(copy).collect();
-    // Both are touched first.
-    driver.copy(&copies, 1).map_err(failed)?;
+    let copy = DriverCopy { direction: Direction::FromHost, host, offset: 0, at, len: PIECE };
     let begun = Instant::now();
-    driver.copy(&copies, 1).map_err(failed)?;
+    driver.copy(&[copy], bytes.div_ceil(PIECE)).map_err(failed)?;
     Ok(begun.elapsed().as_secs_f64())
 }
 
 /// The rows of loads onto devices.
 fn onto_devices(options: &Options, socket: &Path, (mib, file): (u64, &Path), report: &mut Report) -> Result<()> {
     let (fake, name, bytes) = (Fake::turn(), mib.to_string(), mib << 20);
-    fake.set("memory", 2 * bytes + (512 << 20));
+    fake.set("memory", bytes + (256 << 20));
     let memory = bytes + (64 << 20);
     let gpu = || format!("cuda:0,lib={}", fake.path());
     let mut devices = vec![(format!("ram:{memory}"), None), (format!("soft,ddr={memory}"), None)];
@@ -155,8 +148,9 @@ fn onto_devices(options: &Options, socket: &Path, (mib, file): (u64, &Path), rep
     for (device, link) in devices {
         let spec: DeviceSpec = device.parse()?;
         let case = link.map_or_else(|| spec.kind().name.to_owned(), |link| format!("cuda, link {link} GB/s"));
-        fake.set("idle", 0);
-        fake.set("link", 0);
+        for (setting, value) in [("idle", 0), ("link", 0), ("delay", 20)] {
+            fake.set(setting, value);
+        }
         let mut drive = DriveOptions::default();
         drive.fill.checksum = false;
         let mut device = OpenOptions { drive, ..OpenOptions::default() }.open(&spec)?;
@@ -171,6 +165,8 @@ fn onto_devices(options: &Options, socket: &Path, (mib, file): (u64, &Path), rep
             }
             if let Some(link) = link {
                 fake.set("idle", 1);
+                // A stream of a GPU begins its next copy at once.
+                fake.set("delay", 0);
                 fake.set("link", (link * 1e9) as u64);
                 alone.push(driver_alone(&spec, bytes)?);
             } else {
