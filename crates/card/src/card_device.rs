@@ -32,6 +32,8 @@ pub struct CardUse {
     pub threads: Option<String>,
     /// Processors that it needs for itself, as in [`DeviceInfo`].
     pub processors: usize,
+    /// [`DeviceInfo::helped`].
+    pub helped: bool,
     /// Its queues work at the same time, so that they may be balanced (`docs/bench/policy.md`).
     pub concurrent: bool,
     /// Entries of each ring; `None` for what the driver chooses.
@@ -71,6 +73,7 @@ impl<B: Mmio + 'static> CardDevice<B> {
             polled: !bus.works_alone(),
             concurrent: how.concurrent,
             processors: how.processors,
+            helped: how.helped,
             tensor_align: 0,
         };
         let mut regions = regions(driver.layout());

@@ -92,6 +92,8 @@ pub struct DeviceInfo {
     /// Processors of this machine that the device needs for itself while it works: threads of a device in software, or
     /// of the process that serves it. 0 for hardware, and where the caller's time is used.
     pub processors: usize,
+    /// True when a thread of its own and those that poll share its work: for one thread, two processors move bytes.
+    pub helped: bool,
     /// Bytes of which the addresses of tensors are multiples for the programs on it, a power of two; 0 for nothing
     /// beyond 64.
     pub tensor_align: u64,

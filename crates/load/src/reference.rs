@@ -20,7 +20,8 @@ use crate::parts::Parts;
 pub struct ReferenceRates {
     /// The same parts of the same files read into the same staging buffers, and nothing else done.
     pub read: f64,
-    /// One thread copying memory that is not in the cache, with stores that bypass it.
+    /// A thread copying memory that is not in the cache, with stores that bypass it; two where the device has
+    /// [one of its own](dmalane_device::DeviceInfo::helped).
     pub copy: f64,
     /// First touch of sparse shared memory, as the software card's memory is.
     pub first_touch: f64,
@@ -59,28 +60,34 @@ impl OpenDevice {
             return Err(describe(error, |file| (inputs[file].source.path.clone(), None)));
         }
         let read = job.bytes() as f64 / start.elapsed().as_secs_f64();
-        let (copy, first_touch) = memory_rates()?;
+        let (copy, first_touch) = memory_rates(1 + usize::from(self.info.helped))?;
         Ok(ReferenceRates { read, copy, first_touch })
     }
 }
 
-/// First touch of memory as the software card's, and then copying one half of it to the other: more than any cache
-/// holds.
-fn memory_rates() -> Result<(f64, f64), Error> {
+/// First touch of memory as the software card's, and then copying one half of it to the other by as many threads: more
+/// than any cache holds.
+fn memory_rates(threads: usize) -> Result<(f64, f64), Error> {
     // A virtual machine's host may have taken unused memory away, and its first touch is then the host's work, up to
     // twenty times slower. So touch some, give it back, and time the second time.
     touched()?;
     let start = Instant::now();
     let memory = touched()?;
     let first_touch = MEMORY_BYTES as f64 / start.elapsed().as_secs_f64();
-    let view = memory.as_volatile_slice();
     let half = MEMORY_BYTES / 2;
-    let (Some(from), Some(to)) = (view.sub(0, half), view.sub(half, half)) else { return Ok((0.0, first_touch)) };
+    let part = half / threads;
+    let copy = |at: usize| {
+        let view = memory.as_volatile_slice();
+        if let Some((from, to)) = view.sub(at, part).zip(view.sub(half + at, part)) {
+            (0..COPIES).for_each(|_| to.copy_from(from, CopyHint::Stream));
+        }
+    };
     let start = Instant::now();
-    for _ in 0..COPIES {
-        to.copy_from(from, CopyHint::Stream);
-    }
-    Ok(((half * COPIES) as f64 / start.elapsed().as_secs_f64(), first_touch))
+    std::thread::scope(|scope| {
+        (1..threads).for_each(|n| drop(scope.spawn(move || copy(n * part))));
+        copy(0);
+    });
+    Ok(((threads * part * COPIES) as f64 / start.elapsed().as_secs_f64(), first_touch))
 }
 
 fn touched() -> Result<SharedBuf, Error> {

@@ -27,6 +27,8 @@ pub struct TestedDevice {
     pub(crate) reference: Reference,
     /// Its queues work at the same time.
     pub(crate) concurrent: bool,
+    /// A thread of the device copies beside those that poll.
+    pub(crate) helped: bool,
     /// See [`TIMEOUT`].
     pub(crate) timeout: Duration,
     /// It is to be left alone.
@@ -131,6 +133,7 @@ impl TestedDevice {
             areas: areas(device.regions()),
             reference,
             concurrent: info.concurrent,
+            helped: info.helped,
             timeout: TIMEOUT,
             cancelled: Arc::default(),
             overwrite,

@@ -196,6 +196,7 @@ impl Device for VulkanDevice {
             polled: false,
             concurrent: self.parts.gpu.copy_queues().min(self.parts.channels) > 1,
             processors: self.gpu().processors(),
+            helped: false,
             // The most that any GPU may ask of an offset in a storage buffer.
             tensor_align: 256,
         }

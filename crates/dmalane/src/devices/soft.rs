@@ -96,7 +96,7 @@ impl Spec for SoftSpec {
         // Apparent differences between its channels only reflect which of them its thread came to first.
         let used = card::used(&self.card, "software card".to_owned(), false, options);
         let threads = "one thread for the card, helped by those that poll".to_owned();
-        let how = CardUse { threads: Some(threads), ..used };
+        let how = CardUse { threads: Some(threads), helped: true, ..used };
         Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || counters(&bus))))
     }
 
