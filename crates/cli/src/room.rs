@@ -1,6 +1,7 @@
 //! Checks whether files fit a device, and says what helps.
 
 use dmalane::device::MemoryError;
+use dmalane::file::HoldsData;
 use dmalane::load::Error;
 use dmalane::load::fill::FillError;
 use dmalane::{DeviceSpec, OpenDevice, Placement};
@@ -57,6 +58,9 @@ pub fn load_failure(error: &Error) -> Failure {
     let failure = refused.unwrap_or_else(failed);
     match error {
         Error::DeviceMemory { source: MemoryError::Full { .. }, .. } => failure.hint(MORE),
+        Error::DeviceMemory { source: MemoryError::Driver { source, .. }, .. } if !source.is::<HoldsData>() => {
+            failure.hint(MORE)
+        }
         Error::DeviceMemory { source, .. } => device::with_overwrite_hint(failure, source),
         e if Failure::is_out_of_memory(e) || matches!(e, Error::Fill(FillError::NoRoom { .. })) => failure.hint(
             "the card's memory is this machine's: load less at a time; under ulimit -v a smaller card leaves more \

@@ -7,7 +7,7 @@
 //! | part | what it is here |
 //! |---|---|
 //! | host memory | pinned by `cuMemHostRegister`, for all GPUs of the process; else the driver copies it |
-//! | device memory | one region `vram` of what is free when the GPU is opened; addresses are those of CUDA |
+//! | device memory | one region `vram`, of which other programs may have a part; addresses are those of CUDA |
 //! | queue | one, on a stream for each direction; short copies go in batches (`cuMemcpyBatchAsync`) |
 //! | lending | descriptors of memory (`cuMemExportToShareableHandle`), in a flat address space |
 //! | address space | flat, or bound by `cuMemMap` ([`Binds::CuMemMap`]) |

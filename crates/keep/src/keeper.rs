@@ -349,8 +349,8 @@ impl Keeper {
                 Err((KeepRefusal::Bad, NOT_OURS.to_owned()))
             }
             Ok(KeeperAsk::Room { bytes, .. }) => self.room(number, bytes),
-            Ok(KeeperAsk::DeviceRoom { device, bytes }) => {
-                self.shelf.make_room_on(user, &device, bytes).map(|gone| self.make_way(gone))
+            Ok(KeeperAsk::DeviceRoom { device, bytes, name }) => {
+                self.shelf.make_room_on(user, &device, bytes, &name).map(|gone| self.make_way(gone))
             }
             Ok(KeeperAsk::Drop { name }) => self.drop_model(user, &name),
             Ok(KeeperAsk::List) => {

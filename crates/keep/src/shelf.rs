@@ -209,11 +209,18 @@ impl Shelf {
     }
 
     /// Makes room in memory of a device, of which nobody knows here how much there is: at least so many bytes of a
-    /// user's models. Returns those that make room, as [`Shelf::make_room`].
-    pub(crate) fn make_room_on(&mut self, user: u32, device: &str, bytes: u64) -> Result<Vec<Kept>, Refused> {
+    /// user's models, first of one of the name of that which comes, whose place that takes. Returns those that make
+    /// room, as [`Shelf::make_room`].
+    pub(crate) fn make_room_on(
+        &mut self,
+        user: u32,
+        device: &str,
+        bytes: u64,
+        name: &str,
+    ) -> Result<Vec<Kept>, Refused> {
         let is_there = |kept: &&Kept| kept.model.device.as_deref() == Some(device) && !kept.is_lent();
         let mut order: Vec<&Kept> = self.of(Some(user)).filter(is_there).collect();
-        order.sort_by_key(|kept| kept.used);
+        order.sort_by_key(|kept| (kept.model.name != name, kept.used));
         let (mut has, mut gone) = (0, Vec::new());
         for kept in order {
             if has >= bytes {

@@ -51,7 +51,7 @@ fn device(random: &mut Random) -> Box<dyn Device> {
     if random.below(4) == 0 {
         return Box::new(RamDevice::new(64 << 20).unwrap());
     }
-    let workers = if random.below(2) == 0 { Workers::Inline } else { Workers::PerChannel };
+    let workers = [Workers::Inline, Workers::One, Workers::PerChannel][random.below(3) as usize];
     let fragmentation = random.below(11) as f64 / 10.0;
     let host: SoftHost = SoftHost::new(HostConfig { fragmentation, ..HostConfig::default() }).unwrap();
     let channels = 1 + random.below(3) as u32;

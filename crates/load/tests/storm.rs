@@ -243,7 +243,7 @@ fn card(seed: u64, sources: &[Source], ended: &mut Ended) {
         false => Box::new(MemfdHeap::starting_at(PageKind::Base)),
     };
     let heap = Arc::new(FailingHeap(heap));
-    let workers = if random.below(3) == 0 { Workers::PerChannel } else { Workers::Inline };
+    let workers = [Workers::Inline, Workers::One, Workers::PerChannel][random.below(3) as usize];
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let config = CardConfig { ddr: 8 << 20, hbm: 8 << 20, channels: 1 + random.below(3) as u32, workers };
     let bus = Arc::new(FailingBus(SoftBus::new(host.clone(), config).unwrap()));

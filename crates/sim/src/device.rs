@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::thread::{self, JoinHandle, Thread};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::CardAddr;
 use dmalane_dma::DeviceMem;
@@ -17,8 +17,10 @@ use dmalane_card::regs;
 
 /// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
 const SPINS: u32 = 1024;
-/// The longest sleep of a worker: it may have skipped a channel that a helper was just leaving.
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// The first sleep of a worker: it may have skipped a channel that a helper was just leaving.
+const FIRST_SLEEP: Duration = Duration::from_millis(5);
+/// The longest one, twice as long as the one before while nobody wakes it.
+const LONGEST_SLEEP: Duration = Duration::from_millis(640);
 
 /// Which threads a software card works on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -30,13 +32,6 @@ pub enum Workers {
     One,
     /// One for each channel; a polling thread only tries the lock.
     PerChannel,
-}
-
-impl From<bool> for Workers {
-    /// True: one for each channel.
-    fn from(workers: bool) -> Self {
-        if workers { Self::PerChannel } else { Self::Inline }
-    }
 }
 
 /// How a software card is made.
@@ -201,16 +196,18 @@ dmalane_dma::debug_as!(SoftCard<M, F>, [M, F: Format], |it| "SoftCard {{ memory:
 
 impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
-        let mut idle = 0;
+        let (mut idle, mut sleep) = (0, FIRST_SLEEP);
         while !self.quit.load(Ordering::SeqCst) {
             if channels.clone().fold(false, |did, index| self.try_step(index, (STEP_COST, true)).is_some() | did) {
-                idle = 0;
+                (idle, sleep) = (0, FIRST_SLEEP);
             } else if idle < SPINS {
                 idle += 1;
                 std::hint::spin_loop();
             } else {
                 // An unpark since the last park makes this return at once, so no doorbell is slept through.
-                thread::park_timeout(POLL_INTERVAL);
+                let since = Instant::now();
+                thread::park_timeout(sleep);
+                sleep = if since.elapsed() < sleep { FIRST_SLEEP } else { (2 * sleep).min(LONGEST_SLEEP) };
             }
         }
     }

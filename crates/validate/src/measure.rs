@@ -69,7 +69,7 @@ pub fn run(
     let one = matches!(target.memories, Memories::One(_)) || target.is_driven();
     if layout.paired == Some(None) && one {
         // Of all that there is, not of what is allocated below.
-        layout.paired = Some(Some(target.memories.least() / 2 / PAGE * PAGE));
+        layout.paired = Some(Some(target.least() / 2 / PAGE * PAGE));
     }
     let slots = 2 * (settings.threads * settings.iodepth) as u64;
     // Before anything is measured: do all of them fit? The last first, so that an error says how much all need.
@@ -101,7 +101,11 @@ pub fn run(
 /// Refuses buffers that there is no memory for, with those of the reference, and a card of this process.
 fn room(target: &TestedDevice, settings: &ValidateSettings, buffers: u64) -> Result<(), ValidateError> {
     let needed = match target.reference {
-        Reference::Copies => buffers.saturating_mul(3),
+        // Of its threads, one may stand for the device's.
+        Reference::Copies => {
+            let one_more = if target.helped { buffers / settings.threads as u64 } else { 0 };
+            buffers.saturating_mul(3).saturating_add(one_more)
+        }
         _ => buffers.saturating_mul(2),
     };
     // Huge pages may be reserved ones, which are not part of what there is room for.

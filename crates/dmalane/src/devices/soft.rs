@@ -36,7 +36,7 @@ pub struct SoftSpec {
 
 impl Default for SoftSpec {
     fn default() -> Self {
-        let config = CardConfig { ddr: DDR, hbm: HBM, workers: Workers::One, ..CardConfig::default() };
+        let config = CardConfig { ddr: DDR, hbm: HBM, ..CardConfig::default() };
         let host = HostConfig { memory: HOST_MEMORY, ..HostConfig::default() };
         Self { config, host, card: CardUse::default() }
     }
@@ -91,8 +91,8 @@ impl Spec for SoftSpec {
     }
 
     fn open(&self, options: &OpenOptions) -> OpenResult {
-        let (card, host): (_, SoftHost) = (self.config, SoftHost::new(self.host)?);
-        let bus = Arc::new(SoftBus::new(host, card)?);
+        let host: SoftHost = SoftHost::new(self.host)?;
+        let bus = Arc::new(SoftBus::new(host, CardConfig { workers: Workers::One, ..self.config })?);
         // Apparent differences between its channels only reflect which of them its thread came to first.
         let used = card::used(&self.card, "software card".to_owned(), false, options);
         let threads = "one thread for the card, helped by those that poll".to_owned();

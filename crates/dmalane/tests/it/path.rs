@@ -122,7 +122,7 @@ fn every_setting_delivers_every_byte() {
             for (queues, mode, workers, chunk) in [
                 (QueueChoice::default(), Mode::Auto, Workers::Inline, 2 * MIB),
                 (QueueChoice::only(1), Mode::Buffered, Workers::PerChannel, MIB + 4096),
-                (QueueChoice::only(0), Mode::Auto, Workers::Inline, 64 << 10),
+                (QueueChoice::only(0), Mode::Auto, Workers::One, 64 << 10),
             ] {
                 let mut soft = Soft::open(Config {
                     card: CardConfig { workers, ..CardConfig::default() },

@@ -213,13 +213,14 @@ impl KeeperClient {
         self.ask(&KeeperAsk::Room { bytes, on_device }, &[]).map(drop)
     }
 
-    /// Has this user's models in memory of a device make room there: those to which nobody is attached, and that were
-    /// used longest ago. Their memory is free soon after.
+    /// Has this user's models in memory of a device make room there for one of this name: those to which nobody is
+    /// attached, another one of its name first, then those that were used longest ago. Their memory is free soon after.
     ///
     /// # Errors
     /// [`KeepError`]; they are not so many bytes, and stay.
-    pub fn room_on(&self, device: &str, bytes: u64) -> Result<(), KeepError> {
-        self.ask(&KeeperAsk::DeviceRoom { device: device.to_owned(), bytes }, &[]).map(drop)
+    pub(super) fn room_on(&self, device: &str, bytes: u64, name: &str) -> Result<(), KeepError> {
+        let (device, name) = (device.to_owned(), name.to_owned());
+        self.ask(&KeeperAsk::DeviceRoom { device, bytes, name }, &[]).map(drop)
     }
 
     /// Has a model kept: its description, its manifest, and its files, all in sealed memfds, or its files in memory of

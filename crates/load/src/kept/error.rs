@@ -64,14 +64,6 @@ pub enum KeepError {
         /// The answer of the device.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A device has no room for a model, also after models that are kept there were let go.
-    #[error("{device} has no room for it: {missing} bytes are missing")]
-    DeviceFull {
-        /// The device.
-        device: String,
-        /// Bytes that would have to be free beside those that are.
-        missing: u64,
-    },
     /// A model cannot be kept.
     #[error("cannot {what}")]
     System {

@@ -37,8 +37,11 @@ use crate::set::{ModelSet, SetFile};
 const TURN: Duration = Duration::from_millis(20);
 /// How often a model is kept whose place another one takes before it can be attached to.
 const TRIES: u32 = 3;
-/// How long memory of a device may take to become free.
+/// How long memory of a device may take to become free, and takes mostly.
 const FREED_WITHIN: Duration = Duration::from_secs(2);
+const FREED_MOSTLY_WITHIN: Duration = Duration::from_millis(50);
+/// How long a keeper that has no room on a device is asked again: models may be let go meanwhile.
+const ROOM_WITHIN: Duration = Duration::from_millis(250);
 /// Bytes that the texts of a model take beside their names.
 const TEXTS: u64 = 64 << 10;
 
@@ -104,8 +107,8 @@ impl KeepOptions {
 
 /// Reads the files of a model into sealed memory, hashes them, and gives them to a keeper. The room is asked for first.
 /// Memory of a `device` is compared with the hashes of the files once they are there ([`KeeperClient::attach_onto`]);
-/// where it is full, models that are kept there and to which nobody is attached make room.
-/// Returns the model, and the hash of another one of its name, if it takes the place of one.
+/// where it is full, models that are kept there and to which nobody is attached make room, first one of its name. Returns
+/// the model, and the hash of another one of its name, if it takes the place of one.
 ///
 /// # Errors
 /// [`Error`]; [`Error::Kept`] where the keeper refuses, where the device cannot lend its memory, where that is full
@@ -300,7 +303,7 @@ fn keep_files(
     let begun = Instant::now();
     let Memory { device, fds: memory, places, mut took } = match device {
         None => into_memory(files, options.mode, regions, &mut manifest, watch)?,
-        Some(device) => onto_device(device, keeper, (files, options.mode), regions, &mut manifest, watch)?,
+        Some(device) => onto_device(device, (keeper, &name), (files, options.mode), regions, &mut manifest, watch)?,
     };
     took.all = micros(begun.elapsed());
     for (file, before) in files.iter().zip(&before) {
@@ -364,7 +367,7 @@ fn into_memory(
 /// them.
 fn onto_device(
     device: &mut OpenDevice,
-    keeper: &KeeperClient,
+    keeper: (&KeeperClient, &str),
     (files, mode): (&[OpenFile], Mode),
     regions: HashRegions,
     manifest: &mut Manifest,
@@ -377,7 +380,6 @@ fn onto_device(
             return Err(KeepError::Bad { what: file.path.display().to_string(), why }.into());
         }
     }
-    make_room(keeper, lending.device(), device, files)?;
     let mut inputs = open_inputs(files.to_vec(), FileOptions::for_mode(mode))?;
     let stop = Arc::new(AtomicBool::new(false));
     let mut progress = |len| {
@@ -387,11 +389,28 @@ fn onto_device(
     };
     let stopped_before = device.stop.replace(stop.clone());
     let hashed_before = device.options.fill.hash_regions.replace(Arc::new(regions));
-    lending.allow(true);
-    let loaded = device.load(&mut inputs, &Placement::Default, &mut progress);
-    lending.allow(false);
+    let mut load = |device: &mut OpenDevice, had_less| {
+        make_room(keeper, lending.device(), device, files, had_less)?;
+        lending.allow(true);
+        let loaded = device.load(&mut inputs, &Placement::Default, &mut progress);
+        lending.allow(false);
+        loaded
+    };
+    let loaded = match load(device, false) {
+        // Other programs use the device, too.
+        Err(first @ Error::DeviceMemory { .. }) => match load(device, true) {
+            Err(Error::Kept(KeepError::Refused { kind: KeepRefusal::Room, .. })) => Err(first),
+            loaded => loaded,
+        },
+        loaded => loaded,
+    };
     (device.stop, device.options.fill.hash_regions) = (stopped_before, hashed_before);
-    let loaded = loaded?;
+    let loaded = loaded.map_err(|error| match error {
+        Error::DeviceMemory { .. } => {
+            KeepError::Device { what: "keep it in memory of the device", source: Box::new(error) }.into()
+        }
+        other => other,
+    })?;
     manifest.set_digests(loaded.files.iter().map(|file| &*file.digests));
     let memory = lend(device, &loaded, manifest);
     // What was lent lives on; the device unmaps it here.
@@ -399,25 +418,41 @@ fn onto_device(
     memory
 }
 
-/// Has models that are kept in memory of the device make room there for files, where that is full.
-fn make_room(keeper: &KeeperClient, name: &str, device: &mut OpenDevice, files: &[OpenFile]) -> Result<(), Error> {
+/// Has models that are kept in memory of the device make room there for files, where that is full: at least a page of
+/// the device's where the driver had less than it said.
+fn make_room(
+    (keeper, name): (&KeeperClient, &str),
+    gpu: &str,
+    device: &mut OpenDevice,
+    files: &[OpenFile],
+    had_less: bool,
+) -> Result<(), Error> {
     let granule = device.regions().first().map_or(PageSize::SIZE_4K, |region| region.granule);
     let mut wanted = 0_u64;
     for file in files {
         let bytes = device.layout(file.model()?).and_then(|layout| granule.round_up(layout.bo_len));
         wanted = wanted.saturating_add(bytes.unwrap_or(u64::MAX));
     }
-    let mut missing = wanted.saturating_sub(device.memory().free_bytes());
-    if missing == 0 {
-        return Ok(());
+    if had_less {
+        wanted = wanted.max(device.memory().free_bytes()).saturating_add(granule.bytes());
     }
-    keeper.room_on(name, missing)?;
-    let asked = Instant::now();
-    while missing > 0 && asked.elapsed() < FREED_WITHIN {
+    let (begun, mut asked) = (Instant::now(), None::<Instant>);
+    while asked.is_none_or(|at| at.elapsed() < FREED_WITHIN) {
+        let missing = wanted.saturating_sub(device.memory().free_bytes());
+        if missing == 0 {
+            break;
+        }
+        // What was let go just now may not be free yet.
+        if asked.is_none() && begun.elapsed() > FREED_MOSTLY_WITHIN {
+            match keeper.room_on(gpu, missing, name) {
+                Err(KeepError::Refused { kind: KeepRefusal::Room, .. }) if begun.elapsed() < ROOM_WITHIN => {}
+                answer => asked = answer.map(|()| Some(Instant::now()))?,
+            }
+        }
         std::thread::sleep(TURN);
-        missing = wanted.saturating_sub(device.memory().free_bytes());
     }
-    if missing == 0 { Ok(()) } else { Err(KeepError::DeviceFull { device: name.to_owned(), missing }.into()) }
+    // Where it is not free by now, the driver says how much is.
+    Ok(())
 }
 
 /// Lends the memory of files that have the right bytes.

@@ -49,6 +49,8 @@ pub enum KeeperAsk {
         device: String,
         /// Bytes of it.
         bytes: u64,
+        /// Of the model that comes: another one of its name makes room first.
+        name: String,
     },
     /// Keeps a model, whose descriptors come with this message, and the ones after it while there are `more`.
     Keep {

@@ -20,11 +20,10 @@ const LONG: Duration = Duration::from_secs(60);
 type Bus = SoftBus;
 type Mmu = PageTable<X86_64_4Level, DeviceVa, CardAddr, CardTables<Bus>>;
 
-fn bus(workers: bool) -> Arc<Bus> {
+fn bus(threads: bool) -> Arc<Bus> {
     let host = SoftHost::new(HostConfig::default()).unwrap();
-    Arc::new(
-        SoftBus::new(host, CardConfig { ddr: 8 * MIB, hbm: 8 * MIB, channels: 2, workers: workers.into() }).unwrap(),
-    )
+    let workers = if threads { Workers::PerChannel } else { Workers::Inline };
+    Arc::new(SoftBus::new(host, CardConfig { ddr: 8 * MIB, hbm: 8 * MIB, channels: 2, workers }).unwrap())
 }
 
 fn card(bus: &Arc<Bus>, entries: usize) -> Card<Bus> {
