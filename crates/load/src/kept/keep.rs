@@ -107,12 +107,12 @@ impl KeepOptions {
 
 /// Reads the files of a model into sealed memory, hashes them, and gives them to a keeper. The room is asked for first.
 /// Memory of a `device` is compared with the hashes of the files once they are there ([`KeeperClient::attach_onto`]);
-/// where it is full, models that are kept there and to which nobody is attached make room, first one of its name. Returns
-/// the model, and the hash of another one of its name, if it takes the place of one.
+/// where it is full, models that are kept there and to which nobody is attached make room, one of its name first.
+/// Returns the model, and the hash of another one of its name, if it takes the place of one.
 ///
 /// # Errors
-/// [`Error`]; [`Error::Kept`] where the keeper refuses, where the device cannot lend its memory, where that is full
-/// ([`KeepError::DeviceFull`]), and for models in it that are to be shared.
+/// [`Error`]; [`Error::Kept`] where the keeper refuses, where the device cannot lend its memory or has none left, and
+/// for models in it that are to be shared.
 pub fn keep<P: AsRef<Path>>(
     device: Option<&mut OpenDevice>,
     paths: impl IntoIterator<Item = P>,
