@@ -1,6 +1,7 @@
 //! Differences between files and their manifest.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde::ser::SerializeStruct;
@@ -92,8 +93,9 @@ pub enum Problem {
     LfsPointer(u64),
     /// The file is named by another SHA-256 than its bytes have, which is this.
     Name([u8; 32]),
-    /// The manifest has the file, and it is not there.
-    Missing,
+    /// The file belongs to the model, or the manifest has it, and it is not there; where it is a link that leads
+    /// nowhere, what to.
+    Missing(Option<PathBuf>),
     /// The manifest does not have the file, and it is there.
     Unlisted,
 }
@@ -121,7 +123,8 @@ impl fmt::Display for Difference {
                 let hash: String = found.iter().map(|byte| format!("{byte:02x}")).collect();
                 write!(f, "its bytes have SHA-256 {hash}, not the one by which the file is named")
             }
-            Problem::Missing => f.write_str("is missing"),
+            Problem::Missing(None) => f.write_str("is missing"),
+            Problem::Missing(Some(to)) => write!(f, "is missing: it is a link to {}", to.display()),
             Problem::Unlisted => f.write_str("is not in the manifest"),
         }
     }
@@ -136,7 +139,7 @@ impl Serialize for Difference {
             Problem::Long { expected, found } => ("long", None, None, Some((expected, found))),
             Problem::LfsPointer(_) => ("lfs_pointer", None, None, None),
             Problem::Name(_) => ("name", None, None, None),
-            Problem::Missing => ("missing", None, None, None),
+            Problem::Missing(_) => ("missing", None, None, None),
             Problem::Unlisted => ("unlisted", None, None, None),
         };
         let mut fields = serializer.serialize_struct("Difference", 9)?;

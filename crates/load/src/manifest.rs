@@ -239,7 +239,7 @@ impl Manifest {
             differences.extend(file.other_length(found[i]));
         }
         if all {
-            differences.extend(self.others(inputs).map(|file| Problem::Missing.of(file)));
+            differences.extend(self.others(inputs).map(|file| Problem::Missing(None).of(file)));
         }
         Ok(differences)
     }

@@ -127,6 +127,10 @@ fn files_of_a_model_that_are_missing_are_named() {
     let (_, said) = dmalane(&folder, "verify model --manifest m.json", 1);
     let both = "cause: a.safetensors: header differs (bytes 0..";
     assert!(said.contains(both) && said.contains("cause: b.safetensors: is missing\n"), "{said}");
+    std::os::unix::fs::symlink("../blobs/gone", folder.join("model/b.safetensors")).unwrap();
+    let (_, said) = dmalane(&folder, "verify model --manifest m.json", 1);
+    assert!(said.contains("b.safetensors: is missing: it is a link to ../blobs/gone\n"), "{said}");
+    fs::remove_file(folder.join("model/b.safetensors")).unwrap();
     let (_, said) = dmalane(&folder, "verify model/a.safetensors --manifest m.json", 1);
     assert!(said.contains("hint: Not checked: 1 file of the manifest not named"), "{said}");
     let (_, said) = dmalane(&folder, "manifest model", 1);

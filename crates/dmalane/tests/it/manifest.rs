@@ -134,7 +134,7 @@ fn other_lengths_and_other_files_are_named() {
     sample(&other, 100_000);
     assert_eq!(
         verify(&manifest, &[other, paths[0].clone()]),
-        [differs("c.safetensors", Problem::Unlisted), differs("b.safetensors", Problem::Missing)]
+        [differs("c.safetensors", Problem::Unlisted), differs("b.safetensors", Problem::Missing(None))]
     );
     let twice = [paths[0].clone(), folder.path().join("./a.safetensors")];
     let error = Manifest::of(&mut open(&twice), false, &mut |_| ControlFlow::Continue(())).unwrap_err();

@@ -1,8 +1,8 @@
 //! Files by name that are read as they are, models or not.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use dmalane_file::{FileOptions, FileQueue};
 
@@ -52,9 +52,10 @@ impl Inputs {
             Some(manifest) => manifest.verify(&mut self.files, self.whole, progress)?,
             None => verify_names(&mut self.files, progress)?,
         };
-        let missing: BTreeSet<String> = self.missing.iter().map(|path| name(path)).collect();
-        differences.retain(|of| of.problem != Problem::Missing || !missing.contains(&of.file));
-        differences.extend(missing.into_iter().map(|name| Problem::Missing.of(name)));
+        let missing: BTreeMap<String, &Path> = self.missing.iter().map(|path| (name(path), &**path)).collect();
+        differences.retain(|of| !matches!(of.problem, Problem::Missing(_)) || !missing.contains_key(&of.file));
+        let differs = |(name, path): (String, &Path)| Problem::Missing(std::fs::read_link(path).ok()).of(name);
+        differences.extend(missing.into_iter().map(differs));
         Ok(differences)
     }
 
