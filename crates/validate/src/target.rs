@@ -164,15 +164,15 @@ impl TestedDevice {
         }
     }
 
-    /// True for a device whose memory must be allocated.
-    /// Bytes of the least of its memories; where a driver allocates, that it could allocate now.
+    /// Bytes of the least of its memories; where a driver allocates, no more than it could now.
     pub(crate) fn least(&self) -> u64 {
         let room = |memory: &Mutex<DeviceMemory>| {
             memory.lock().unwrap_or_else(PoisonError::into_inner).room(&Placement::Default)
         };
-        self.driven.as_ref().map_or_else(|| self.memories.least(), room)
+        self.memories.least().min(self.driven.as_ref().map_or(u64::MAX, room))
     }
 
+    /// True for a device whose memory must be allocated.
     pub(crate) const fn is_driven(&self) -> bool {
         self.driven.is_some()
     }

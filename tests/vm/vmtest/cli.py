@@ -27,7 +27,7 @@ COMMANDS = {
     "bar-map": "prints the table of docs/bench/bar-map.md: BARs of 1, 8 and 32 GiB, aligned in several ways "
     "(35 minutes)",
     "dma-map": "prints the table of docs/bench/dma-map.md: memory of each page size, mapped by type1 and by iommufd",
-    "alloc-read": "prints a table of docs/bench/seeds.md: files of four sizes read into udmabufs and dma-buf heaps",
+    "alloc-read": "prints a table of docs/bench/seeds.md: files read into udmabufs and dma-buf heaps",
 }
 # Which kernels of tests/vm/kernels a command takes where none is named.
 DEFAULT_KERNELS = {"iommufd": "iommufd", "dma-map": "iommufd", "arm64": "arm64"}
@@ -41,7 +41,7 @@ environment:
   DMALANE_VM_FILTER=      only tests whose name contains this
   DMALANE_VM_GIB="1 8 32", DMALANE_VM_ALIGN="auto 1GiB 2MiB 4KiB none": the rows of the table of bar-map
   DMALANE_VM_ROUNDS=10    how often each row maps and unmaps, or reads (alloc-read)
-  DMALANE_VM_SIZES="524288 8388608 1073741824 3221225472": the files of alloc-read, in bytes
+  DMALANE_VM_SIZES="524288 8388608"  the files of alloc-read, in bytes
   DMALANE_VM_JOBS=1       compilers at work on a kernel
   DMALANE_VM_MIRROR=      Debian's archive, where apt here knows none
   DMALANE_VM_PROFILES=    a folder for what `run` and `iommufd` count, with the environment of `cargo llvm-cov show-env`

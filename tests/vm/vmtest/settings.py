@@ -27,7 +27,7 @@ class Settings:
     gib: tuple[int, ...] = (1, 8, 32)
     align: tuple[str, ...] = ("auto", "1GiB", "2MiB", "4KiB", "none")
     rounds: int = 10
-    sizes: tuple[int, ...] = (512 << 10, 8 << 20, 1 << 30, 3 << 30)
+    sizes: tuple[int, ...] = (512 << 10, 8 << 20)
     jobs: int = 1
     mirror: str | None = None
     profiles: Path | None = None
