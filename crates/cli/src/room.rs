@@ -1,7 +1,5 @@
 //! Checks whether files fit a device, and says what helps.
 
-use dmalane::device::MemoryError;
-use dmalane::file::HoldsData;
 use dmalane::load::Error;
 use dmalane::load::fill::FillError;
 use dmalane::{DeviceSpec, OpenDevice, Placement};
@@ -57,10 +55,7 @@ pub fn load_failure(error: &Error) -> Failure {
     let failed = || Failure::because("the load failed, and nothing of it stays on the device", error);
     let failure = refused.unwrap_or_else(failed);
     match error {
-        Error::DeviceMemory { source: MemoryError::Full { .. }, .. } => failure.hint(MORE),
-        Error::DeviceMemory { source: MemoryError::Driver { source, .. }, .. } if !source.is::<HoldsData>() => {
-            failure.hint(MORE)
-        }
+        Error::DeviceMemory { source, .. } if source.is_full() => failure.hint(MORE),
         Error::DeviceMemory { source, .. } => device::with_overwrite_hint(failure, source),
         e if Failure::is_out_of_memory(e) || matches!(e, Error::Fill(FillError::NoRoom { .. })) => failure.hint(
             "the card's memory is this machine's: load less at a time; under ulimit -v a smaller card leaves more \

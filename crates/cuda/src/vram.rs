@@ -28,7 +28,8 @@ impl MemoryDriver for Vram {
         let lendable = self.lendable.load(Ordering::Relaxed);
         window.map_new(range.first().bits(), range.len(), page, lendable).map_err(|e| match self.context.memory() {
             Ok((free, total)) if e.code() == 2 => {
-                format!("{e}; {free} bytes of the GPU's {total} are free; `nvidia-smi` shows who uses them").into()
+                let text = format!("{e}; {free} bytes of the GPU's {total} are free; `nvidia-smi` shows who uses them");
+                std::io::Error::new(std::io::ErrorKind::OutOfMemory, text).into()
             }
             _ => Box::<dyn Error + Send + Sync>::from(e),
         })?;

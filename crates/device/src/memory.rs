@@ -120,6 +120,19 @@ fn place(placement: &Placement) -> String {
     }
 }
 
+impl MemoryError {
+    /// True where less at a time, or memory that others give back, would help.
+    pub fn is_full(&self) -> bool {
+        match self {
+            Self::Full { .. } => true,
+            Self::Driver { source, .. } => source
+                .downcast_ref::<std::io::Error>()
+                .is_some_and(|error| error.kind() == std::io::ErrorKind::OutOfMemory),
+            _ => false,
+        }
+    }
+}
+
 /// Bytes per stripe: the largest leaf that a bind can use.
 const STRIPE: PageSize = PageSize::SIZE_2M;
 
@@ -129,7 +142,8 @@ pub trait MemoryDriver: Send {
     /// Allocates the memory of a range of whole granules of one region; it may be used when this returns.
     ///
     /// # Errors
-    /// When the driver has none; nothing is allocated.
+    /// When the driver has none, an [`std::io::Error`] of [`std::io::ErrorKind::OutOfMemory`]; others. Nothing is
+    /// allocated.
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>>;
 
     /// Frees a range as it was allocated, at the latest when the memory is dropped. Nothing is bound to it, and no

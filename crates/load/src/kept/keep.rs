@@ -398,8 +398,10 @@ fn onto_device(
     };
     let loaded = match load(device, false) {
         // Other programs use the device, too.
-        Err(first @ Error::DeviceMemory { .. }) => match load(device, true) {
-            Err(Error::Kept(KeepError::Refused { kind: KeepRefusal::Room, .. })) => Err(first),
+        Err(Error::DeviceMemory { path, source }) if source.is_full() => match load(device, true) {
+            Err(Error::Kept(KeepError::Refused { kind: KeepRefusal::Room, .. })) => {
+                Err(Error::DeviceMemory { path, source })
+            }
             loaded => loaded,
         },
         loaded => loaded,
