@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from vmtest import binaries, cli, debian, initramfs, kernels, mesa, profiles, qemu, report, served, suites, tables
+from vmtest import binaries, cli, debian, initramfs, kernels, mesa, newer_qemu, profiles, qemu, report, served, suites, tables
 from vmtest.settings import Failed, Settings, Skip
 
 KERNELS = """
@@ -244,8 +244,8 @@ def test_a_stock_kernel_runs_every_stage_and_a_built_one_both_backends():
     assert all("--show-output" in line for line in lines)
     # What reads an IOMMU's registers runs where they can be read, with each IOMMU of a PC.
     assert not any("page_tables" in line for line in lines)
-    assert suites.iommu_line(stock, "", "vtd48") == lines[2]
-    assert suites.iommu_line(stock, "", "amd") == f"{lines[2]} --skip dma_after_unmap"
+    assert suites.iommu_line(stock, "", qemu.IOMMUS["vtd48"]) == lines[2]
+    assert suites.iommu_line(stock, "", qemu.AMD) == f"{lines[2]} --skip dma_after_unmap"
     lines = suites.suite_lines(built, "name")
     assert all("--skip page_tables::" in line for line in lines[:2])
     assert [line.split()[0] for line in lines] == ["iommufd", "type1", "unit", "heaps"]
@@ -292,7 +292,7 @@ def test_the_machines_have_what_the_tests_drive(tmp_path):
     assert f"file:{tmp_path}/tests.log" in x86
     assert qemu.INTEL in x86 and qemu.IOMMUS["amd"] in qemu.x86("/k", tmp_path, [], iommu=qemu.IOMMUS["amd"])
     assert "tests=ttyS0" in arm[arm.index("-append") + 1].split()
-    program, env = served.qemu_program(tmp_path)
+    program, env = newer_qemu.program(tmp_path)
     command = qemu.served(program, "/k/vmlinuz", tmp_path, "/s/card")
     assert command[0].endswith("ld-linux-x86-64.so.2") and list(env) == ["QEMU_MODULE_DIR"]
     assert json.loads(command[-1]) == {"driver": "vfio-user-pci", "socket": {"type": "unix", "path": "/s/card"}}

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from . import report, served, suites, tables
+from . import newer_qemu, report, served, suites, tables
 from .kernels import Store, all_kernels
 from .settings import Failed, Settings, Skip
 
@@ -19,7 +19,8 @@ COMMANDS = {
     "list": "prints the kernels of tests/vm/kernels",
     "iommufd": "builds a kernel with iommufd, once (6 minutes of a processor, 3 GB meanwhile), and runs the suites on "
     "both backends of VFIO",
-    "iommus": "the driver's suite with QEMU's other IOMMUs: AMD's, and Intel's with tables of four levels",
+    "iommus": "the driver's suite with QEMU's other IOMMUs: AMD's, and Intel's with tables of four levels; with a QEMU "
+    "of Debian's sid also AMD's of 64 bits and Intel's with a processor's tables",
     "arm64": "the suites on arm64, with an SMMUv3 and pages of 4 and 16 KiB; cross-built (5 minutes)",
     "vfio-user": "the served card in a guest: `dmalane card serve` on this machine, a QEMU from 10.1 on out of "
     "Debian's sid in a folder of its own, and in the guest the driver's tests, `dmalane load --verify` with a real "
@@ -126,7 +127,7 @@ def execute(command, kernels, settings):
     require_machine(command)
     store = Store(settings)
     if command == "vfio-user":
-        print(f"== {served.fetch_qemu(store)}")
+        print(f"== {newer_qemu.fetch(store)}")
     fetched, reasons = [], []
     for kernel in kernels:
         try:

@@ -29,14 +29,16 @@ EDU_BEHIND_BRIDGE = [
 
 
 # The IOMMU of the suites, with tables of three levels, and others by name.
-INTEL = "intel-iommu,intremap=on"
-IOMMUS = {"vtd48": f"{INTEL},aw-bits=48", "amd": "amd-iommu,intremap=on"}
+INTEL, AMD = "intel-iommu,intremap=on", "amd-iommu,intremap=on"
+IOMMUS = {"vtd48": f"{INTEL},aw-bits=48", "amd": AMD}
+# Those of QEMU 11: tables that grow with the addresses, to six levels, and a processor's tables.
+NEWER_IOMMUS = {"amd64": f"{AMD},dma-remap=on", "vtd-first": f"{INTEL},scalable-mode=on,fsts=on"}
 
 
-def x86(image, work, devices, memory="4G", iommu=INTEL):
+def x86(image, work, devices, memory="4G", iommu=INTEL, program=("qemu-system-x86_64",)):
     """A PC with an IOMMU, whose registers the driver's tests may read (`iomem`)."""
     return [
-        "qemu-system-x86_64", "-M", "q35,kernel-irqchip=split", "-accel", "tcg", *CPU, "-smp", "1", "-m", memory,
+        *program, "-M", "q35,kernel-irqchip=split", "-accel", "tcg", *CPU, "-smp", "1", "-m", memory,
         *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}", "-serial", f"file:{work}/{TESTS}",
         "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
         "-append", f"console=ttyS0 quiet panic=-1 intel_iommu=on iomem=relaxed {HUGE_1G} {HUGE_2M} {PASSED_ON}",

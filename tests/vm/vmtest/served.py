@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,45 +9,12 @@ import time
 import zipfile
 from pathlib import Path
 
-from . import debian, initramfs, qemu, report
+from . import initramfs, newer_qemu, qemu, report
 from .binaries import cargo, test_binaries
 from .settings import ROOT, Failed, Skip
 from .suites import LIBTEST
 
 SECONDS = 600
-
-
-def fetch_qemu(store):
-    """Leaves QEMU of sid in the cache, with all that it is linked with; gives its version."""
-    folder = store.settings.cache / "qemu"
-    versions = folder / "versions"
-    if not versions.is_file() or store.settings.refresh:
-        work = initramfs.fresh(store.settings.cache / "qemu.part")
-        packages = store.archive().fetch_with_dependencies(["qemu-system-x86"], "sid", work)
-        debian.unpack(packages, work / "root")
-        package = next(file for file in packages if file.name.startswith("qemu-system-x86_"))
-        version = subprocess.run(
-            ["dpkg-deb", "-f", package, "Version"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        upstream = version.partition(":")[2] or version
-        if subprocess.run(["dpkg", "--compare-versions", upstream, "ge", "10.1"]).returncode != 0:
-            raise Skip(f"sid has QEMU {version}, and vfio-user came with 10.1")
-        (work / "versions").write_text(f"qemu-system-x86 {version} and {len(packages) - 1} packages\n")
-        for part in ("cache", *(f"root/usr/share/{name}" for name in ("doc", "man", "locale", "info"))):
-            shutil.rmtree(work / part, ignore_errors=True)
-        debian.replace(work, folder)
-    return versions.read_text().strip()
-
-
-def qemu_program(folder):
-    """How that QEMU starts with its own libraries: the first words of its command line, and its environment."""
-    usr = folder / "root/usr"
-    lib = usr / "lib/x86_64-linux-gnu"
-    program = [
-        f"{lib}/ld-linux-x86-64.so.2", "--library-path", f"{lib}", f"{usr}/bin/qemu-system-x86_64",
-        "-L", f"{usr}/share/qemu", "-L", f"{usr}/share/seabios",
-    ]  # fmt: skip
-    return program, {"QEMU_MODULE_DIR": f"{lib}/qemu"}
 
 
 def constants(file):
@@ -147,7 +113,7 @@ def run(store, kernel):
         f"killed devices served_card {LIBTEST} last::{settings.filter}",
     ]
     initramfs.build(store, kernel, work, suites, {"served_card": binary, "dmalane": dmalane}, extra)
-    program, env = qemu_program(settings.cache / "qemu")
+    program, env = newer_qemu.program(settings.cache / "qemu")
     passed = True
     with Card(dmalane, work) as card:
         command = qemu.served(program, store.folder(kernel) / "vmlinuz", work, card.socket)

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from . import initramfs, mesa, profiles, qemu, report
+from . import initramfs, mesa, newer_qemu, profiles, qemu, report
 from .binaries import cargo, test_binaries
 from .settings import ROOT, Failed, Skip
 
@@ -147,12 +147,24 @@ def run_iommus(store, kernel):
     options = ["--workspace", "--all-features", "--test", "kernel"]
     [binary] = test_binaries(("dmalane-vfio", "kernel"), options=options)
     guests = []
-    for name, iommu in qemu.IOMMUS.items():
+
+    def add(name, iommu, env=None, **options):
         work = initramfs.fresh(settings.cache / f"{name}-{kernel.name}")
-        initramfs.build(store, kernel, work, [iommu_line(kernel, settings.filter, name)], {"kernel": binary})
+        initramfs.build(store, kernel, work, [iommu_line(kernel, settings.filter, iommu)], {"kernel": binary})
         image, devices = store.folder(kernel) / "vmlinuz", qemu.suite_devices(work)
-        command = qemu.x86(image, work, devices, iommu=iommu)
-        guests.append(qemu.Guest(f"{kernel.name}-{name}", command, work, settings.seconds or SUITE_SECONDS))
+        command = qemu.x86(image, work, devices, iommu=iommu, **options)
+        guests.append(qemu.Guest(f"{kernel.name}-{name}", command, work, settings.seconds or SUITE_SECONDS, env))
+
+    for name, iommu in qemu.IOMMUS.items():
+        add(name, iommu)
+    try:
+        print(f"== {newer_qemu.fetch(store)}")
+    except Skip as reason:
+        print("\n".join(report.ignored("iommus_of_a_newer_qemu", reason)))
+    else:
+        program, env = newer_qemu.program(settings.cache / "qemu")
+        for name, iommu in qemu.NEWER_IOMMUS.items():
+            add(name, iommu, env, program=program)
     return passed_in(guests)
 
 
@@ -160,7 +172,7 @@ def iommu_line(kernel, name_filter, iommu):
     """The line of /suites for the driver with one of QEMU's other IOMMUs."""
     [line] = [line for line in suite_lines(kernel, name_filter) if line.startswith("vfio ")]
     # QEMU's amd-iommu does not report what it stops.
-    return f"{line} --skip dma_after_unmap" if iommu == "amd" else line
+    return f"{line} --skip dma_after_unmap" if iommu.startswith("amd-iommu") else line
 
 
 def passed_in(guests, counts=None):
@@ -266,7 +278,7 @@ def alloc_read(store, kernel):
     made = ["mke2fs", "-q", "-F", "-t", "ext4", disk, f"{max(settings.sizes) // 1024 + (256 << 10)}k"]
     if subprocess.run(made, stdin=subprocess.DEVNULL).returncode != 0:
         raise Failed("mke2fs cannot make a disk for the guest")
-    devices = ["-drive", f"if=none,id=disk,format=raw,file={disk}", "-device", "virtio-blk-pci,drive=disk"]
+    devices = ["-drive", f"if=none,id=disk,format=raw,file={disk}", "-device", "virtio-blk-pci,drive=disk,ioeventfd=off"]
     try:
         # For the largest file twice: in its buffer, and in the page cache.
         return measured(store, kernel, "alloc-read", work, devices, ALLOC_READ_SECONDS, "10G")

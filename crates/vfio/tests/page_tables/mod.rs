@@ -118,8 +118,12 @@ impl Physical {
         (format.parse().unwrap(), root)
     }
 
+    /// "Intel Virtualization Technology for Directed I/O", revision 5.00, chapter 9.
     fn by_intel(&self, base: u64, bus: u64, function: u64) -> (String, u64) {
         let root = register(base + 0x20, 64);
+        if root >> 10 & 3 == 1 {
+            return self.by_intel_scalable(root & ADDRESS, bus, function);
+        }
         assert_eq!(root >> 10 & 3, 0, "legacy mode: {root:#x}");
         let buses = self.memory((root & ADDRESS) + bus * 16);
         assert_eq!(buses & 1, 1, "a context table of bus {bus}: {buses:#x}");
@@ -128,6 +132,22 @@ impl Physical {
         assert_eq!(low & 0b1101, 1, "present, to be translated: {low:#x}");
         // The address width: 1 is 39 bits.
         (format!("vtd-second-{}", 30 + 9 * (high & 7)), low & ADDRESS)
+    }
+
+    /// In scalable mode a device has a directory of address spaces; one without numbers of them uses the first.
+    fn by_intel_scalable(&self, roots: u64, bus: u64, function: u64) -> (String, u64) {
+        let present = |at| {
+            let entry = self.memory(at);
+            assert_eq!(entry & 1, 1, "present: {entry:#x} at {at:#x}");
+            entry
+        };
+        // Two tables a bus, of 128 functions each.
+        let contexts = present(roots + bus * 16 + (function >> 7) * 8) & ADDRESS;
+        let directory = present(contexts + (function & 0x7f) * 32) & ADDRESS;
+        let space = present(directory) & ADDRESS;
+        assert_eq!(present(space) >> 6 & 7, 1, "translated by the first stage");
+        let stage = self.memory(space + 16);
+        (format!("x86-64-{}level", 4 + (stage >> 2 & 3)), stage & ADDRESS)
     }
 
     fn by_amd(&self, base: u64, device: u64) -> (String, u64) {
@@ -285,10 +305,12 @@ impl Mapped {
 
     fn check(&self, bdf: Bdf, others: &[Extent]) -> Found {
         let mut found = tables(bdf);
-        // What may be written may be read too: a leaf of Arm cannot say more, and Linux 6.12 makes no other for VT-d.
-        let (arm, vtd) = (found.format.name().starts_with("arm64"), found.format.name().starts_with("vtd"));
-        let implied = if arm || vtd && release() < (7, 0) { Access::READ } else { Access::empty() };
-        if arm {
+        // What may be written may be read too: a leaf of a processor's tables cannot say more, and Linux 6.12 makes no
+        // other for VT-d.
+        let is = |start| found.format.name().starts_with(start);
+        let (processor, vtd) = (is("arm64") || is("x86-64"), is("vtd"));
+        let implied = if processor || vtd && release() < (7, 0) { Access::READ } else { Access::empty() };
+        if processor {
             // Linux has kinds of memory of its own, by a register of the SMMU, and lets a device fetch instructions.
             found.extents.iter_mut().for_each(|extent| extent.access &= Access::RW);
             found.extents = merged(found.extents);
@@ -308,12 +330,21 @@ fn the_kernels_tables_say_what_was_mapped() {
     let (bdf, container, small) = (edus()[0], container(), page() as u64);
     let _device = container.open(&bdf).unwrap();
     let last = container.iova_ranges().last().unwrap().last().bits();
+    println!("addresses up to {last:#x}");
     let mut all = Mapped { container: container.clone(), mappings: Vec::new() };
     all.check(bdf, &[]);
 
+    // Where the tables grow with the addresses, as those of AMD's IOMMU do, they are read at every number of levels.
+    let pages = Memory::new(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 64 * page());
+    for (bits, format) in [(38, "amd-v1-3level"), (47, "amd-v1-4level"), (56, "amd-v1-5level")] {
+        if 1 << bits < last - (1 << 30) {
+            all.map(&pages, 0..64 * page(), (1 << bits) + (1 << 20), Access::RW);
+            let found = all.check(bdf, &[]).format.name();
+            assert!(found == format || !found.starts_with("amd"), "{found} with addresses of {bits} bits");
+        }
+    }
     // Pages of the kernel: across 4 GiB, across the first table of the third level, and up to the last page but one
     // (the last of 64 bits is not handed out).
-    let pages = Memory::new(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 64 * page());
     for at in [(4 << 30) - 32 * small, (256 << 30) - 32 * small, last - (65 * small - 1)] {
         all.map(&pages, 0..64 * page(), at, Access::RW);
     }
