@@ -106,6 +106,8 @@ struct Limits {
     data: usize,
     /// The smallest page of DMA mappings, at least 4 KiB.
     page: PageSize,
+    /// Mappings that exist at a time.
+    maps: u64,
 }
 
 /// Every buffer is a multiple of a page: a server may not have this process take more memory for each.
@@ -122,6 +124,7 @@ impl Limits {
                 .smallest()
                 .filter(|page| page.bytes() <= MAX_PAGE)
                 .ok_or(ProtocolError::Capability("pgsizes"))?,
+            maps: announced.number("max_dma_maps", 65_535, 1)?,
         })
     }
 }
@@ -363,6 +366,9 @@ impl Inner {
         let body = Body::default().u32(32).u32(flags).u64(if fd.is_some() { offset as u64 } else { 0 });
         let body = body.u64(span.first().bits()).u64(span.len());
         self.exchange(|socket| {
+            if socket.lent.len() as u64 >= self.limits.maps {
+                return Err(Error::TooManyMappings { most: self.limits.maps });
+            }
             socket.asked |= fd.is_none();
             // Before the answer comes, the device's process may have asked for it.
             socket.lent.insert(span.first(), Lent { len: span.len(), access, buffer, offset });

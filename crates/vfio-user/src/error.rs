@@ -60,6 +60,12 @@ pub enum Error {
         /// Bytes of the access.
         len: usize,
     },
+    /// The device's process takes no more mappings; it has announced how many.
+    #[error("the device's process takes at most {most} mappings: larger buffers need fewer")]
+    TooManyMappings {
+        /// Mappings that may exist at a time.
+        most: u64,
+    },
     /// The device's process broke the protocol.
     #[error("the device's process broke the protocol")]
     Protocol(#[from] ProtocolError),

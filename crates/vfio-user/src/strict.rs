@@ -26,6 +26,7 @@ struct Strict {
     fds: usize,
     data: u64,
     page: u64,
+    most_mapped: Option<usize>,
     vectors: BTreeSet<u32>,
     bar: Vec<u8>,
     config: Vec<u8>,
@@ -102,7 +103,8 @@ impl Strict {
                 let (offset, at, len) = (fields.u64()?, fields.u64()?, fields.u64()?);
                 let aligned = (offset | at | len).is_multiple_of(self.page);
                 self.maps.push([at, len, offset]);
-                (aligned && fds == 1 && self.mapped.insert(at, len).is_none()).then(Vec::new)
+                let room = self.most_mapped.is_none_or(|most| self.mapped.len() < most);
+                (aligned && room && fds == 1 && self.mapped.insert(at, len).is_none()).then(Vec::new)
             }
             Command::DmaUnmap => {
                 let (argsz, flags, at, len) = (fields.u32()?, fields.u32()?, fields.u64()?, fields.u64()?);
@@ -269,6 +271,25 @@ fn a_state_that_cannot_be_kept_is_an_error() {
 }
 
 #[test]
+fn a_client_has_no_more_mappings_than_announced() {
+    let start = Strict { fds: 16, data: 1 << 20, page: 4096, most_mapped: Some(2), ..Strict::default() };
+    let start = Strict { config: vec![0; 256], state: RUNNING, ..start };
+    let end = with_state(start, r#"{"capabilities":{"max_msg_fds":16,"max_dma_maps":2}}"#, |bus| {
+        let bus = bus.unwrap();
+        let buffer = bus.heap(Some(PageKind::Base)).allocate(4096).unwrap().share();
+        let list =
+            |count| bus.map_list((0..count).map(|_| bus.pin(&buffer.reference()).unwrap()).collect(), Access::RW);
+        let error = list(3).err().unwrap();
+        assert!(std::error::Error::source(&error).unwrap().to_string().contains("at most 2 mappings"), "{error:?}");
+        let two = list(2).unwrap();
+        assert!(list(1).is_err());
+        drop(two);
+        drop(list(1).unwrap());
+    });
+    assert_eq!((&end.refused[..], end.mapped.len()), (&[][..], 0));
+}
+
+#[test]
 fn memory_that_is_not_of_its_pages_is_refused() {
     with(r#"{"capabilities":{"pgsizes":65536}}"#, (1, MAX_DATA as u64, 65536), |bus| {
         let bus = bus.unwrap();
@@ -289,6 +310,7 @@ fn bad_capabilities_are_refused() {
         (r#"{"capabilities":{"max_data_xfer_size":"1"}}"#, "max_data_xfer_size"),
         (r#"{"capabilities":{"max_data_xfer_size":8.5}}"#, "max_data_xfer_size"),
         (r#"{"capabilities":{"max_data_xfer_size":7}}"#, "max_data_xfer_size"),
+        (r#"{"capabilities":{"max_dma_maps":0}}"#, "max_dma_maps"),
         (r#"{"capabilities":{"pgsizes":0}}"#, "pgsizes"),
         (r#"{"capabilities":{"pgsizes":2048}}"#, "pgsizes"),
         (r#"{"capabilities":{"pgsizes":9223372036854775808}}"#, "pgsizes"),
