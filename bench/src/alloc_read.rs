@@ -63,6 +63,10 @@ pub struct Options {
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 
+    /// Only files that are not in the page cache, without goals
+    #[arg(long)]
+    cold: bool,
+
     /// Seed of the order of the rows, which is another one in each round
     #[arg(long, default_value_t = 1)]
     seed: u32,
@@ -83,6 +87,7 @@ const FIO: &str = "reference: the same by fio, into huge pages of its own";
 const COPY: &str = "reference: one buffered pread into private huge pages that are there";
 const ALLOCATION: &str = "reference: allocation of private huge pages alone";
 const NORMAL: &str = "normal: memfd of 4 KiB pages, mmap, read";
+const NORMAL_HEAP: &str = "normal: dma-buf of the heap system, mmap, read";
 const SENDFILE: &str = "sendfile to a memfd of 4 KiB pages, buffered";
 const SPLICE: &str = "splice by a pipe to a memfd of 4 KiB pages, buffered";
 const COPY_RANGE: &str = "copy_file_range to a memfd of 4 KiB pages, buffered";
@@ -131,7 +136,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("alloc-read");
     std::fs::create_dir_all(&options.folder)?;
     let end = Instant::now() + Duration::from_secs(options.seconds);
-    let cases = |size: &u64| if *size >= LARGE { 3 } else { 2 };
+    let cases = |size: &u64| if options.cold { 1 } else { 2 + u32::from(*size >= LARGE) };
     let mut left: u32 = options.sizes.iter().map(cases).sum();
     for &size in &options.sizes {
         let mut bench = Bench::new(size, options)?;
@@ -141,6 +146,9 @@ pub fn run(options: &Options) -> Result<Report> {
             bench.table(cached, options, share, &mut report)
         };
         let cold = table(Cached::None, &mut bench)?;
+        if options.cold {
+            continue;
+        }
         let warm = table(Cached::All, &mut bench)?;
         let half = if size >= LARGE { table(Cached::Half, &mut bench)? } else { Medians::new() };
         goals(&mut report, &bench, &cold, &warm, &half);
@@ -277,7 +285,7 @@ enum Left {
 }
 
 /// The rows of a cold or a cached file.
-const ROWS: [&str; 29] = [
+const ROWS: [&str; 30] = [
     REFERENCE,
     REFERENCE_HUGE,
     FRESH,
@@ -285,6 +293,7 @@ const ROWS: [&str; 29] = [
     COPY,
     ALLOCATION,
     NORMAL,
+    NORMAL_HEAP,
     UDMABUF,
     UDMABUF_DIRECT,
     SENDFILE,
@@ -452,7 +461,8 @@ impl Bench {
         if self.size < LARGE || matches!(row, REFERENCE | REFERENCE_HUGE | COPY | FIO | LOAD | VERIFY) {
             return Ok(());
         }
-        let buffered = matches!(row, NORMAL | SENDFILE | SPLICE | COPY_RANGE | PLAIN | OURS_BUFFERED | UDMABUF);
+        let buffered =
+            matches!(row, NORMAL | NORMAL_HEAP | SENDFILE | SPLICE | COPY_RANGE | PLAIN | OURS_BUFFERED | UDMABUF);
         let bytes = self.size as usize * if buffered { 2 } else { 1 };
         drop(AnonHeap::starting_at(PageKind::Transparent).allocate(bytes)?);
         Ok(())
@@ -511,11 +521,18 @@ impl Bench {
                 drop(buf);
                 return Ok(Some(seconds));
             }
-            NORMAL => Left::Buffer(self.mmap_read(Mode::Buffered)?),
-            SYNC => Left::Buffer(self.mmap_read(Mode::Direct)?),
+            NORMAL => Left::Buffer(self.memfd_read(Mode::Buffered)?),
+            SYNC => Left::Buffer(self.memfd_read(Mode::Direct)?),
+            NORMAL_HEAP => match DmaHeap::open("system") {
+                Ok(heap) => Left::Buffer(self.read_into(heap.allocate(self.size as usize)?.share(), Mode::Buffered)?),
+                Err(e) => {
+                    self.missing.insert(row, e.to_string());
+                    return Ok(None);
+                }
+            },
             UDMABUF | UDMABUF_DIRECT => {
                 let mode = if row == UDMABUF { Mode::Buffered } else { Mode::Direct };
-                let buf = self.mmap_read(mode)?;
+                let buf = self.memfd_read(mode)?;
                 // There is no udmabuf, or the buffer exceeds its limit: 64 MiB unless told otherwise.
                 if let Err(e) = export_dma_buf(&buf.reference()) {
                     self.missing.insert(row, e.to_string());
@@ -647,8 +664,11 @@ impl Bench {
     }
 
     /// A memfd mapped in pages of 4 KiB that the read faults in, by reads as large as the kernel takes.
-    fn mmap_read(&self, mode: Mode) -> Result<SharedBuf> {
-        let buf = SharedBuf::sparse("normal", self.size as usize)?;
+    fn memfd_read(&self, mode: Mode) -> Result<SharedBuf> {
+        self.read_into(SharedBuf::sparse("normal", self.size as usize)?, mode)
+    }
+
+    fn read_into(&self, buf: SharedBuf, mode: Mode) -> Result<SharedBuf> {
         let options = FileOptions { mode, io: Io::Pread, depth: 1, block: 1 << 30 };
         let mut channel = FileQueue::open(&self.path, options)?;
         let transfer = Operation::read(buf.into_slice(), FileOffset::new(0));

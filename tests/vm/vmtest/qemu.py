@@ -16,6 +16,9 @@ TESTS = "tests.log"
 # -icount: the guest's clock counts its instructions and jumps while it sleeps, so that the 100 ms of QEMU's edu device
 # cost next to nothing and a time is the same every time.
 ICOUNT = ["-icount", "shift=0,sleep=off"]
+# For guests that measure a disk: the clock goes with this machine's while the guest waits, or hundreds of its seconds
+# would pass until a request is answered.
+WAITING = ["-icount", "shift=0,sleep=on"]
 # Without fast `rep movsb`, with which kernel and libc move bytes one by one here, and clear pages so.
 CPU = ["-cpu", "max,-erms"]
 BARE = ["-nographic", "-no-reboot", "-nodefaults", "-monitor", "none"]
@@ -35,11 +38,13 @@ IOMMUS = {"vtd48": f"{INTEL},aw-bits=48", "amd": AMD}
 NEWER_IOMMUS = {"amd64": f"{AMD},dma-remap=on", "vtd-first": f"{INTEL},scalable-mode=on,fsts=on"}
 
 
-def x86(image, work, devices, memory="4G", iommu=INTEL, program=("qemu-system-x86_64",)):
+def x86(
+    image, work, devices, memory="4G", iommu=INTEL, program=("qemu-system-x86_64",), icount=ICOUNT
+):  # fmt: skip
     """A PC with an IOMMU, whose registers the driver's tests may read (`iomem`)."""
     return [
         *program, "-M", "q35,kernel-irqchip=split", "-accel", "tcg", *CPU, "-smp", "1", "-m", memory,
-        *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}", "-serial", f"file:{work}/{TESTS}",
+        *icount, *BARE, "-serial", f"file:{work}/{CONSOLE}", "-serial", f"file:{work}/{TESTS}",
         "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
         "-append", f"console=ttyS0 quiet panic=-1 intel_iommu=on iomem=relaxed {HUGE_1G} {HUGE_2M} {PASSED_ON}",
         "-device", iommu, *devices,

@@ -190,9 +190,9 @@ def passed_in(guests, counts=None):
     return passed
 
 
-def measured(store, kernel, name, work, devices, seconds, memory="4G"):
+def measured(store, kernel, name, work, devices, seconds, **options):
     """Runs a guest that measures; gives the log that the tables of `name` are made from."""
-    command = qemu.x86(store.folder(kernel) / "vmlinuz", work, devices, memory)
+    command = qemu.x86(store.folder(kernel) / "vmlinuz", work, devices, **options)
     text = ""
     try:
         qemu.boot(kernel.name, command, work, store.settings.seconds or seconds)
@@ -249,7 +249,7 @@ def dma_map(store, kernel):
 
 def alloc_read_lines(settings):
     """The lines of /suites for the table of files read into new memory, and the files that they need."""
-    options = f"--folder /disk --json --rounds {settings.rounds} --seconds 100000"
+    options = f"--cold --folder /disk --json --rounds {settings.rounds} --seconds 100000"
 
     def of_size(size):
         # Of large files without direct sendfile, which takes seventy times as many instructions as others.
@@ -278,9 +278,10 @@ def alloc_read(store, kernel):
     made = ["mke2fs", "-q", "-F", "-t", "ext4", disk, f"{max(settings.sizes) // 1024 + (256 << 10)}k"]
     if subprocess.run(made, stdin=subprocess.DEVNULL).returncode != 0:
         raise Failed("mke2fs cannot make a disk for the guest")
-    devices = ["-drive", f"if=none,id=disk,format=raw,file={disk}", "-device", "virtio-blk-pci,drive=disk,ioeventfd=off"]
+    devices = ["-drive", f"if=none,id=disk,format=raw,file={disk}", "-device", "virtio-blk-pci,drive=disk"]
     try:
         # For the largest file twice: in its buffer, and in the page cache.
-        return measured(store, kernel, "alloc-read", work, devices, ALLOC_READ_SECONDS, "10G")
+        options = {"memory": "10G", "icount": qemu.WAITING}
+        return measured(store, kernel, "alloc-read", work, devices, ALLOC_READ_SECONDS, **options)
     finally:
         disk.unlink(missing_ok=True)
