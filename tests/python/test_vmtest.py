@@ -449,9 +449,9 @@ def test_the_table_of_bars(tmp_path):
     def runs(*times):
         return [{"map_ns": map_ns, "unmap_ns": unmap_ns} for map_ns, unmap_ns in times]
 
-    def one(align, *times):
+    def one(align, *times, kernel="6.12.1"):
         bar = {"bytes": 1 << 30, "method": "type1", "alignment": 2 << 20, "runs": runs(*times)}
-        report = {"kernel": "6.12.1", "align": align, "bars": [bar]}
+        report = {"kernel": kernel, "align": align, "bars": [bar]}
         return f"VM begin x\n{json.dumps(report, indent=1)}\nVM end x 0\n"
 
     log = tmp_path / "log"
@@ -460,6 +460,9 @@ def test_the_table_of_bars(tmp_path):
     assert lines[2] == "| 6.12 | 1 GiB | type1 | auto | 2 MiB | 2.000 | 1.000 | 1.000 | 2 | 5.000 |"
     assert lines[3] == "| 6.12 | 1 GiB | type1 | none | 2 MiB | 40 | 30 | 1.000 | 2 | 73 |"
     assert "20.00 times the instructions of auto at first, 30.00 times later, 14.60 times for all" in lines[-1]
+    log.write_text(one("auto", (2e6, 1e6), (1e6, 1e6), kernel="7.2.1"))
+    with pytest.raises(Failed, match="Linux 7.2, 1 GiB, type1: aligned, and a map takes 1.000 ms"):
+        list(tables.bar_map([log]))
     log.write_text("VM begin x\nno such device\nVM end x 3\n")
     with pytest.raises(Failed, match="(?s)VM end x 3.*no such device"):
         list(tables.bar_map([log]))
