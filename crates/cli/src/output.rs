@@ -1,5 +1,6 @@
 //! Writing results to stdout, whose reader may have left, and to files, without losing what is there.
 
+use std::collections::HashSet;
 use std::fs::Metadata;
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -173,8 +174,8 @@ pub fn named_files<'a>(named: impl IntoIterator<Item = &'a PathBuf>) -> Vec<(Pat
         true => Some((PathBuf::from("stdin"), stdin_metadata().ok()?)),
         false => std::fs::metadata(path).ok().map(|meta| (path.to_owned(), meta)),
     };
-    let mut all = Vec::new();
-    for path in named {
+    let (mut all, mut seen) = (Vec::new(), HashSet::new());
+    for path in named.into_iter().filter(|path| seen.insert(*path)) {
         match found(path) {
             Some((_, meta)) if meta.is_dir() && !is_stdin(path) => {
                 let entries = std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());

@@ -140,12 +140,12 @@ impl OpenFile {
     /// # Errors
     /// [`Error::File`], [`Error::Format`].
     pub fn container(&self) -> Result<&'static Container, Error> {
-        container::kind(&ContainerFile { path: &self.path, file: &*self.file()?, len: self.size()? })
+        container::kind(&ContainerFile::new(&self.path, &*self.file()?, self.size()?))
     }
 
     /// Refuses a file of no known kind, by what it is.
     pub(crate) fn refuse_raw(&self) -> Result<(), Error> {
-        container::refuse_raw(&ContainerFile { path: &self.path, file: &*self.file()?, len: self.size()? })
+        container::refuse_raw(&ContainerFile::new(&self.path, &*self.file()?, self.size()?))
     }
 
     /// Bytes in it when its header was parsed, or now.
@@ -162,7 +162,7 @@ impl OpenFile {
             return Ok(model);
         }
         let (file, len) = (self.file()?, self.size()?);
-        let model = container::parse(&ContainerFile { path: &self.path, file: &file, len })?;
+        let model = container::parse(&ContainerFile::new(&self.path, &file, len))?;
         Ok(self.parsed.get_or_init(|| Arc::new(model)))
     }
 }

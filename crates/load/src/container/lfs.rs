@@ -33,7 +33,7 @@ pub(crate) fn lfs_pointer(path: &Path, file: &File) -> Result<Option<u64>, Error
     if len >= MAX {
         return Ok(None);
     }
-    let file = ContainerFile { path, file, len };
+    let file = ContainerFile::new(path, file, len);
     size(&file, &file.read(0, len.min(HEAD as u64))?)
 }
 

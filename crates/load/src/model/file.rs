@@ -30,17 +30,20 @@ pub struct ModelFile {
 /// Bytes of these ranges, which lie in order, that are in holes of a file. Where the file system does not tell, none.
 fn holes(file: &File, ranges: impl Iterator<Item = Range<u64>>) -> u64 {
     let next = |from: SeekFrom| rustix::fs::seek(file, from).ok();
-    let (mut bytes, mut hole) = (0, 0..0);
+    let (mut bytes, mut hole, mut ends) = (0, 0..0, true);
     for range in ranges {
         let mut at = range.start;
         while at < range.end {
             if hole.end <= at {
-                // The next hole, and where data begins again: behind the last data is nothing more.
                 let Some(start) = next(SeekFrom::Hole(at)) else { return bytes };
-                hole = start..next(SeekFrom::Data(start)).unwrap_or(u64::MAX);
+                (hole, ends) = (start..u64::MAX, false);
+            }
+            if !ends && hole.start < range.end {
+                // Where data begins again: behind the last data is nothing more.
+                (hole.end, ends) = (next(SeekFrom::Data(hole.start)).unwrap_or(u64::MAX), true);
             }
             bytes += hole.end.min(range.end).saturating_sub(hole.start.max(at));
-            at = hole.end;
+            at = at.max(hole.end);
         }
     }
     bytes
@@ -58,10 +61,10 @@ impl ModelFile {
     pub(super) fn hole(&self) -> u64 {
         let Ok(file) = self.open().and_then(|opened| opened.file()) else { return 0 };
         let tensors = self.contents().tensors.iter().map(|tensor| tensor.at.bits()..tensor.at.bits() + tensor.len);
-        // The position may be someone else's too.
-        let position = rustix::fs::tell(&file);
+        // The position of a file that was given may be someone else's too.
+        let position = (!self.file.handle.is_named()).then(|| rustix::fs::tell(&file));
         let bytes = holes(&file, tensors);
-        let _ = position.map(|at| rustix::fs::seek(&file, SeekFrom::Start(at)));
+        let _ = position.map(|at| at.map(|at| rustix::fs::seek(&file, SeekFrom::Start(at))));
         bytes
     }
 
@@ -121,5 +124,36 @@ impl ModelFile {
     /// Refuses to read a part of a tensor whose hash is to be checked.
     pub(super) fn check_parts(&self) -> Result<(), Error> {
         if self.expected.is_some() { Err(Error::Unchecked) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn bytes_of_tensors_in_holes_are_counted() {
+        const PAGE: u64 = 4096;
+        let mut x = 1u64;
+        let mut random = |n: u64| {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (x >> 33) % n
+        };
+        for _ in 0..200 {
+            let file: File = rustix::fs::memfd_create("holes", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into();
+            let written: Vec<bool> = (0..16).map(|_| random(2) == 0).collect();
+            file.set_len(16 * PAGE).unwrap();
+            for (page, _) in written.iter().enumerate().filter(|(_, written)| **written) {
+                file.write_all_at(&[1], page as u64 * PAGE).unwrap();
+            }
+            let mut ends: Vec<u64> = (0..8).map(|_| random(16 * PAGE + 1)).collect();
+            ends.sort_unstable();
+            let ranges: Vec<_> = ends.chunks(2).map(|ends| ends[0]..ends[1]).collect();
+            let missing = |at: &u64| !written[(*at / PAGE) as usize];
+            let expected: usize = ranges.iter().map(|range| range.clone().filter(missing).count()).sum();
+            assert_eq!(holes(&file, ranges.iter().cloned()), expected as u64, "{written:?} {ranges:?}");
+        }
     }
 }

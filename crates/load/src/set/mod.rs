@@ -6,7 +6,7 @@ mod index;
 mod names;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::fs;
+use std::fs::{self, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -92,10 +92,11 @@ impl ModelSet {
         if is_index(path) {
             return Self::of_index(path);
         }
-        if path.is_dir() {
+        let found = path.metadata();
+        if found.as_ref().is_ok_and(Metadata::is_dir) {
             return Self::of_folder(path);
         }
-        if !path.exists()
+        if found.is_err()
             && let Some(folder) = in_cache(path)?
         {
             return Self::of_folder(&folder);
