@@ -2,11 +2,12 @@
 
 use std::ops::ControlFlow;
 use std::panic::resume_unwind;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use dmalane::dma::lock;
 use dmalane::load::fill::Event;
 use pyo3::prelude::*;
 
@@ -77,14 +78,17 @@ pub(crate) fn run<T: Send>(
         None => Ok(()),
     };
     let result = py.detach(|| {
-        let waiting = thread::current();
+        let (waiting, work) = (thread::current(), Mutex::new(Some(work)));
+        let run = || {
+            let work = lock(&work).take().expect("it is run once");
+            let result = work(&progress);
+            ended.store(true, Ordering::Release);
+            waiting.unpark();
+            result
+        };
         thread::scope(|scope| {
-            let worker = scope.spawn(|| {
-                let result = work(&progress);
-                ended.store(true, Ordering::Release);
-                waiting.unpark();
-                result
-            });
+            // Where the process may have no more threads, nobody looks for signals.
+            let Ok(worker) = thread::Builder::new().spawn_scoped(scope, run) else { return run() };
             while !ended.load(Ordering::Acquire) && !worker.is_finished() {
                 thread::park_timeout(EVERY);
                 if stopped.is_none() {

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -83,6 +84,20 @@ def test_a_real_model_is_that_of_safetensors_numpy(minilm):
     assert theirs.keys() == ours.keys() and len(ours) > 100
     for name, array in theirs.items():
         assert ours[name].dtype == array.dtype and np.array_equal(ours[name], array), name
+
+
+def test_where_there_can_be_no_more_threads(large):
+    code = (
+        "import sys, dmalane\nfound = dmalane.load_file(sys.argv[1])\nprint(len(found))\n"
+        "try: dmalane.load_into({name: array.copy() for name, array in found.items()}, sys.argv[1])\n"
+        "except OSError as error: print(error)"
+    )
+    # No thread can have a stack of so many bytes.
+    environment = os.environ | {"RUST_MIN_STACK": str(1 << 60)}
+    command = [sys.executable, "-c", code, str(large)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert int(first) > 1 and "cannot start a thread that reads it" in second
 
 
 def test_without_numpy_it_is_said_what_to_install(model, monkeypatch):

@@ -881,6 +881,20 @@ fn the_device_may_come_from_the_environment() {
     assert!(wrong.status.code() == Some(2) && stderr(&wrong).contains("--device"), "{}", stderr(&wrong));
 }
 
+/// As in a container whose processes are limited.
+#[test]
+fn models_are_loaded_where_there_can_be_no_more_threads() {
+    for device in ["ram:128MiB", "soft"] {
+        let mut load = command(&["load", "-d", device, "--sample", "64MiB", "--verify"]);
+        // No thread can have a stack of so many bytes.
+        let output = load.env("RUST_MIN_STACK", (1u64 << 60).to_string()).output().unwrap();
+        match device {
+            "soft" => assert!(stderr(&output).contains("cannot start a worker"), "{}", stderr(&output)),
+            _ => assert!(output.status.success(), "{}", stderr(&output)),
+        }
+    }
+}
+
 #[test]
 fn nothing_is_coloured_where_it_is_not_wanted() {
     let sample = ["load", "--sample", "1MiB", "--verify"];

@@ -1,6 +1,7 @@
 //! Whether a job has a thread that hashes, and how much it leaves to workers.
 
 use std::sync::Condvar;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::hash::Hasher;
 use super::options::FillOptions;
@@ -9,8 +10,8 @@ use super::sink::ToDevice;
 /// The thread that hashes beside the workers, if there is one. The lock of its conditions is that of the job's
 /// progress.
 pub(super) struct HashThread {
-    /// There is one: workers hash only what it leaves to them.
-    pub runs: bool,
+    /// There is to be one: workers hash only what it leaves to them.
+    runs: AtomicBool,
     /// Bytes of a buffer that are ready to be hashed and that it leaves to a worker with nothing else to do. It hashes
     /// when there are more. 0: it leaves none.
     pub leaves: usize,
@@ -49,6 +50,16 @@ impl HashThread {
         let sha256 = options.hash_regions.as_ref().is_some_and(|regions| regions.sha256);
         let waits = workers == 1 && !copies && !sha256 && device.is_none();
         let leaves = if waits && options.hash_thread.is_none() { LEAVES } else { 0 };
-        Self { runs, leaves, hashable: Condvar::new(), handed_on: Condvar::new() }
+        Self { runs: AtomicBool::new(runs), leaves, hashable: Condvar::new(), handed_on: Condvar::new() }
+    }
+
+    /// True unless workers hash everything.
+    pub fn runs(&self) -> bool {
+        self.runs.load(Ordering::Relaxed)
+    }
+
+    /// There is none, before any worker has begun.
+    pub fn leave_out(&self) {
+        self.runs.store(false, Ordering::Relaxed);
     }
 }

@@ -42,7 +42,7 @@ impl State<'_, '_> {
     /// Hashes in a worker that has just copied something, which is in its cache, or that has nothing else to do. True
     /// when there was something.
     pub fn hash_in_worker(&self, is_idle: bool, clocks: &mut Clocks) -> bool {
-        (!self.hash_thread.runs || is_idle && self.hash_thread.leaves > 0) && self.hash(clocks)
+        (!self.hash_thread.runs() || is_idle && self.hash_thread.leaves > 0) && self.hash(clocks)
     }
 
     /// Notes that nothing will have to be hashed any more.
@@ -53,12 +53,12 @@ impl State<'_, '_> {
 
     /// Fragments that were hashed and handed on until now, for [`State::pause`].
     pub fn handed_on(&self) -> u64 {
-        if self.hash_thread.runs { lock(&self.progress).handed_on } else { 0 }
+        if self.hash_thread.runs() { lock(&self.progress).handed_on } else { 0 }
     }
 
     /// Waits a little for another thread: until it has handed on a fragment more than `seen`, if it hashes.
     pub fn pause(&self, seen: u64) {
-        if !self.hash_thread.runs {
+        if !self.hash_thread.runs() {
             return std::thread::sleep(PAUSE);
         }
         let progress = lock(&self.progress);
@@ -69,7 +69,7 @@ impl State<'_, '_> {
 
     /// The timeout of a worker's wait for the disk; short where blocks hashed meanwhile must go to the device.
     pub fn disk_timeout(&self) -> Duration {
-        if self.hash_thread.runs && self.device.is_some() { PAUSE } else { POLL_INTERVAL }
+        if self.hash_thread.runs() && self.device.is_some() { PAUSE } else { POLL_INTERVAL }
     }
 
     /// Drives the device, and hashes for it, until it has everything that has arrived or the job is stopped.
@@ -110,7 +110,7 @@ impl State<'_, '_> {
             self.send(fragment);
             any = true;
             if self.device.is_some() {
-                if self.hash_thread.runs {
+                if self.hash_thread.runs() {
                     lock(&self.progress).handed_on += 1;
                     self.hash_thread.handed_on.notify_all();
                 }

@@ -36,6 +36,7 @@ mod supply;
 mod watch;
 mod worker;
 
+use std::thread::Builder;
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
@@ -91,23 +92,26 @@ pub(crate) fn run<'a, S: Queue<Addr = FileOffset>>(
     let state = State::new(start, sink, job, (workers.len(), sources), options, watch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
     let clocks = |name: String| Clocks::recording(&name, options.epoch(start));
-    let clocks = if others.is_empty() && !state.hash_thread.runs {
+    let clocks = if others.is_empty() && !state.hash_thread.runs() {
         let clocks = Worker::new(&state, first, clocks("worker 0".to_owned())).run();
         state.drain(clocks)
     } else {
         std::thread::scope(|scope| {
             let state = &state;
-            let hasher = state
-                .hash_thread
-                .runs
-                .then(|| scope.spawn(move || state.hash_in_background(clocks("hashing".to_owned()))));
+            // Where the process may have no more threads, those that there are do the work.
+            let hash = move || state.hash_in_background(clocks("hashing".to_owned()));
+            let hasher = state.hash_thread.runs().then(|| Builder::new().spawn_scoped(scope, hash).ok()).flatten();
+            if hasher.is_none() {
+                state.hash_thread.leave_out();
+            }
             let done = NothingComes(state);
             let named = |(queues, i)| (queues, clocks(format!("worker {i}")));
             let threads: Vec<_> = others
                 .iter_mut()
                 .zip(1..)
                 .map(named)
-                .map(|(queues, clocks)| scope.spawn(move || Worker::new(state, queues, clocks).run()))
+                .map(|(queues, clocks)| move || Worker::new(state, queues, clocks).run())
+                .map_while(|work| Builder::new().spawn_scoped(scope, work).ok())
                 .collect();
             let mut clocks = Worker::new(state, first, clocks("worker 0".to_owned())).run();
             let add = |clocks: &mut Clocks, thread: std::thread::ScopedJoinHandle<'_, Clocks>| match thread.join() {

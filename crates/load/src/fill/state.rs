@@ -187,7 +187,7 @@ impl<'a, 'w> State<'a, 'w> {
             return self.send(fragment);
         }
         progress.order.add(fragment);
-        if self.hash_thread.runs && progress.order.is_behind(self.hash_thread.leaves) {
+        if self.hash_thread.runs() && progress.order.is_behind(self.hash_thread.leaves) {
             self.hash_thread.hashable.notify_one();
         }
     }
@@ -217,7 +217,7 @@ impl<'a, 'w> State<'a, 'w> {
         if let Err(failed) = device.drive(&mut back, timeout) {
             self.fail(failed);
         }
-        if self.hash_thread.runs && was_full && !device.is_full() {
+        if self.hash_thread.runs() && was_full && !device.is_full() {
             // Under the lock, so that it is not between looking and waiting.
             let _progress = lock(&self.progress);
             self.hash_thread.hashable.notify_one();

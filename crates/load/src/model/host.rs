@@ -353,11 +353,11 @@ impl HostModel {
     /// Begins to read the tensors in the order of their bytes, all or those of these names.
     ///
     /// # Errors
-    /// [`Error::NoTensor`], [`Error::Closed`].
+    /// [`Error::NoTensor`], [`Error::Closed`]; [`Error::File`] where there can be no thread.
     pub fn stream(&self, names: Option<HashSet<String>>) -> Result<TensorStream, Error> {
         self.reader.check_open()?;
         names.iter().flatten().try_for_each(|name| self.place(name).map(drop))?;
-        Ok(TensorStream::new(self.reader.clone(), names))
+        TensorStream::new(self.reader.clone(), names)
     }
 
     /// Opens the files for a load onto a device.

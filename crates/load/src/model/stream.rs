@@ -2,9 +2,11 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::{ControlFlow, Range};
+use std::panic::resume_unwind;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dmalane_dma::lock;
@@ -38,6 +40,7 @@ pub struct TensorStream {
     ready: VecDeque<HostTensor>,
     /// Since when the reader has been waiting for memory.
     stuck: Option<Instant>,
+    thread: Option<JoinHandle<()>>,
 }
 
 /// What a stream has to give.
@@ -60,13 +63,18 @@ impl Drop for TensorStream {
 
 impl TensorStream {
     /// Reads all tensors, or those of these names.
-    pub(super) fn new(reader: Arc<Reader>, names: Option<HashSet<String>>) -> Self {
+    pub(super) fn new(reader: Arc<Reader>, names: Option<HashSet<String>>) -> Result<Self, Error> {
         // One batch is in use, one waits, one is being read.
         let (sender, batches) = sync_channel(1);
         let waiter = Arc::new(Waiter::default());
         let (model, own) = (reader.clone(), waiter.clone());
-        thread::spawn(move || produce(&model, names.as_ref(), &own, &sender));
-        Self { reader, waiter, batches: Mutex::new(batches), ready: VecDeque::new(), stuck: None }
+        let work = move || produce(&model, names.as_ref(), &own, &sender);
+        let thread = Builder::new().spawn(work).map_err(|source| {
+            let path = reader.files.first().map_or(PathBuf::new(), |file| file.path().to_owned());
+            Error::File { path, what: "start a thread that reads it", source }
+        })?;
+        let batches = Mutex::new(batches);
+        Ok(Self { reader, waiter, batches, ready: VecDeque::new(), stuck: None, thread: Some(thread) })
     }
 
     /// Ends it: a read that nobody waits for must not take the memory that comes back.
@@ -86,7 +94,11 @@ impl TensorStream {
         let received = lock(&self.batches).recv_timeout(wait);
         let Batch { file, plan, block } = match received {
             Ok(batch) => batch?,
-            Err(RecvTimeoutError::Disconnected) => return Ok(Next::End),
+            // The reader has ended. After a panic there may be more tensors.
+            Err(RecvTimeoutError::Disconnected) => {
+                let ended = self.thread.take().map_or(Ok(()), JoinHandle::join);
+                return ended.map(|()| Next::End).map_err(|panic| resume_unwind(panic));
+            }
             Err(RecvTimeoutError::Timeout) => return self.waiting(),
         };
         self.stuck = None;
