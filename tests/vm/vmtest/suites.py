@@ -280,8 +280,8 @@ def alloc_read(store, kernel):
         raise Failed("mke2fs cannot make a disk for the guest")
     devices = ["-drive", f"if=none,id=disk,format=raw,file={disk}", "-device", "virtio-blk-pci,drive=disk"]
     try:
-        # For the largest file twice: in its buffer, and in the page cache.
-        options = {"memory": "10G", "icount": qemu.WAITING}
+        # For the largest file four times: kept, in its buffer, and what is touched before a row twice.
+        options = {"memory": "12G", "icount": qemu.WAITING}
         return measured(store, kernel, "alloc-read", work, devices, ALLOC_READ_SECONDS, **options)
     finally:
         disk.unlink(missing_ok=True)
