@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
+use std::fs::{File, Metadata};
 use std::ops::Index;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -326,6 +328,24 @@ impl OpenDevice {
     /// The files behind a device that is made of files.
     pub fn backing_files(&self) -> Option<BackingFiles> {
         self.device.backing_files()
+    }
+
+    /// Refuses a file that is its memory. `meta` is asked for what the file is, where the device is made of files.
+    ///
+    /// # Errors
+    /// [`Error::OwnMemory`]; [`Error::File`] where its own files cannot be looked at; that of `meta`.
+    pub fn refuse_own(&self, path: &Path, meta: impl FnOnce() -> Result<Metadata, Error>) -> Result<(), Error> {
+        let Some(own) = self.backing_files() else { return Ok(()) };
+        let failed = |source| Error::File { path: path.to_owned(), what: "compare it with the device", source };
+        let id = |meta: Metadata| (meta.dev(), meta.ino());
+        let is_own = id(own.written.metadata().map_err(failed)?) == id(meta()?);
+        if is_own { Err(Error::OwnMemory { path: path.to_owned() }) } else { Ok(()) }
+    }
+
+    /// As [`refuse_own`](Self::refuse_own), a file that is open.
+    pub(crate) fn refuse_source(&self, source: &OpenFile) -> Result<(), Error> {
+        let meta = |file: Arc<File>| file.metadata().map_err(|e| source.error("read its size", e));
+        self.refuse_own(&source.path, || meta(source.file()?))
     }
 
     /// Pins and maps host memory for it.

@@ -138,6 +138,7 @@ impl OpenDevice {
     /// As of [`OpenDevice::load`]; nothing stays allocated.
     pub fn place_files<S>(&mut self, inputs: &[Input<S>], placement: &Placement) -> Result<Loaded, Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
+        inputs.iter().try_for_each(|input| self.refuse_source(&input.source))?;
         for input in inputs {
             match input.source.model().and_then(|model| self.place(input.source.path.clone(), model.clone(), placement))
             {
