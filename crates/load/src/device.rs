@@ -410,12 +410,15 @@ impl OpenDevice {
         clocks: &mut Clocks,
     ) {
         let Self { registered, registrar, staging, .. } = self;
-        let in_place = |(source, file): (usize, &OpenFile)| {
+        let mut wanted: Vec<(&OpenFile, u64)> = sources.map(|source| (source, 0)).collect();
+        for extent in &job.extents {
+            wanted.get_mut(extent.source).into_iter().for_each(|(_, sum)| *sum += extent.len);
+        }
+        let in_place = |(file, wanted): (&OpenFile, u64)| {
             let kept = file.kept.as_ref()?;
-            let wanted: u64 = job.extents.iter().filter(|e| e.source == source).map(|e| e.len).sum();
             registered.memory(kept, wanted >= kept.len / 2, &**registrar, clocks)
         };
-        staging.in_place = sources.enumerate().map(in_place).collect();
+        staging.in_place = wanted.into_iter().map(in_place).collect();
     }
 
     /// Counters of the device, where it has any.
