@@ -241,7 +241,7 @@ impl KeeperClient {
     /// attached, another one of its name first, then those that were used longest ago. Their memory is free soon after.
     ///
     /// # Errors
-    /// [`KeepError`]; they are not so many bytes, and stay.
+    /// [`KeepError`]; they have fewer `bytes`, and stay.
     pub(super) fn room_on(&self, device: &str, bytes: u64, name: &str) -> Result<(), KeepError> {
         let (device, name) = (device.to_owned(), name.to_owned());
         self.ask(&KeeperAsk::DeviceRoom { device, bytes, name }, &[]).map(drop)
