@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
-use std::fs::{File, Metadata};
+use std::fs::Metadata;
 use std::ops::Index;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
@@ -340,12 +340,6 @@ impl OpenDevice {
         let id = |meta: Metadata| (meta.dev(), meta.ino());
         let is_own = id(own.written.metadata().map_err(failed)?) == id(meta()?);
         if is_own { Err(Error::OwnMemory { path: path.to_owned() }) } else { Ok(()) }
-    }
-
-    /// As [`refuse_own`](Self::refuse_own), a file that is open.
-    pub(crate) fn refuse_source(&self, source: &OpenFile) -> Result<(), Error> {
-        let meta = |file: Arc<File>| file.metadata().map_err(|e| source.error("read its size", e));
-        self.refuse_own(&source.path, || meta(source.file()?))
     }
 
     /// Pins and maps host memory for it.

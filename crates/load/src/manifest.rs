@@ -154,12 +154,7 @@ impl Manifest {
         let mut manifest = Self::unhashed(inputs.iter().map(|input| &input.source))?;
         let lens: Vec<u64> = manifest.files.iter().map(|file| file.bytes).collect();
         let digests = digest(inputs, &lens, Some(manifest.to_hash(sha256)), progress)?;
-        for (before, input) in lens.into_iter().zip(inputs.iter()) {
-            let now = input.source.size()?;
-            if before != now {
-                return Err(Error::Changed { path: input.source.path.clone(), before, now });
-            }
-        }
+        inputs.iter().zip(lens).try_for_each(|(input, len)| input.source.check_size(len))?;
         manifest.set_digests(digests.iter().map(Vec::as_slice));
         Ok(manifest)
     }

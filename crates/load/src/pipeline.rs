@@ -138,7 +138,8 @@ impl OpenDevice {
     /// As of [`OpenDevice::load`]; nothing stays allocated.
     pub fn place_files<S>(&mut self, inputs: &[Input<S>], placement: &Placement) -> Result<Loaded, Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
-        inputs.iter().try_for_each(|input| self.refuse_source(&input.source))?;
+        let mut sources = inputs.iter().map(|input| &input.source);
+        sources.try_for_each(|source| self.refuse_own(&source.path, || source.metadata()))?;
         for input in inputs {
             match input.source.model().and_then(|model| self.place(input.source.path.clone(), model.clone(), placement))
             {
@@ -213,12 +214,7 @@ impl OpenDevice {
         }
         let about = |file: usize| (files[file].path.clone(), Some(&*files[file].model));
         let mut done = result.map_err(|error| parts.describe(error, about))?;
-        for (input, file) in inputs.iter().zip(&*files) {
-            let (before, now) = (file.model.len, input.source.size()?);
-            if before != now {
-                return Err(Error::Changed { path: file.path.clone(), before, now });
-            }
-        }
+        inputs.iter().zip(&*files).try_for_each(|(input, file)| input.source.check_size(file.model.len))?;
         check(compared, done.hashes.iter().map(|hashes| &*hashes.digests))?;
         for (file, hashes) in files.iter_mut().zip(done.hashes) {
             (file.checksum, file.digests) = (hashes.checksum, hashes.digests);

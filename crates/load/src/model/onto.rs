@@ -104,7 +104,7 @@ pub(super) fn read_parts(
         ranges.push(compared(placed));
     }
     let sources = files.iter().map(|file| file.open()).collect::<Result<Vec<_>, _>>()?;
-    sources.iter().try_for_each(|source| device.refuse_source(source))?;
+    sources.iter().try_for_each(|source| device.refuse_own(&source.path, || source.metadata()))?;
     let (options, mut watch) = (reader.options(&ranges), reader.while_open(watch));
     // What the limit leaves is for the staging buffers, and no less than they take at least.
     let (least, most) = device.staging.bounds();
