@@ -57,7 +57,7 @@ impl Part {
         Ok(Self { at: (number * REGION) as u64, slice: Some(slice), via })
     }
 
-    /// Walks so many operations by this queue, and says from when to when.
+    /// Walks `operations` by this queue, and says from when to when.
     fn walk(
         &mut self,
         queue: impl Queue<Addr = DeviceAddr>,

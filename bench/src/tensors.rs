@@ -100,7 +100,7 @@ impl Load {
     }
 }
 
-/// Writes a file of so many tensors.
+/// Writes a file of `tensors` tensors of `each` bytes.
 fn write(path: &Path, tensors: u64, each: u64) -> Result<()> {
     let mut random = Mt19937::new(1);
     let mut header = String::from("{");

@@ -368,7 +368,7 @@ class OnGpu:
     def tensors(
         self, wanted: Wanted | None, threads: int | None = None, most: int | None = None
     ) -> Generator[tuple[str, Any]]:
-        """All, or those that are wanted, read ahead, in the order of their bytes; so many bytes together at most."""
+        """All, or those that are wanted, read ahead, in the order of their bytes; `most` bytes together."""
         files, gpu = self._files.apart(threads), self._gpu
 
         def begin(pool: ThreadPoolExecutor, batch: _Batch | tuple[str, Part]) -> Future[_Come]:

@@ -166,7 +166,10 @@ refused! {
 /// The number of an error of files: of opening, reading, loading or verifying them.
 pub(crate) fn number_of_load(error: &LoadError) -> Number {
     match error {
-        LoadError::Format { .. } | LoadError::BadSlice(_) | LoadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
+        LoadError::Format { .. }
+        | LoadError::BadSlice(_)
+        | LoadError::OwnMemory { .. }
+        | LoadError::Fill(FillError::Job(_)) => Errno::Inval.into(),
         LoadError::File { source, .. } => os(source),
         LoadError::Open(error) => number_of_file(error),
         LoadError::Read { source, .. } | LoadError::Transfer { source, .. } => number_of(source),

@@ -694,6 +694,10 @@ static void target(const char *name)
 	CHECK(dml_target_info(target, &info) == -ENOENT && info.page == 0);
 	CHECK(!dml_memory_destroy(memory));
 	CHECK(dml_target_open("floppy", &target) == -EINVAL && target == 0 && says("EINVAL", "floppy"));
+	char own[] = "file:/tmp/dmalane-capi-XXXXXX";
+	CHECK((fd = mkstemp(own + 5)) >= 0 && !ftruncate(fd, 1 << 20) && !dml_target_open(own, &target));
+	CHECK(dml_target_load(target, own + 5, NULL, 0, &load) == -EINVAL && says("EINVAL", "the memory of the device"));
+	CHECK(!dml_target_close(target) && !close(fd) && !unlink(own + 5));
 	CHECK(dml_target_open("file:/none", &target) == -ENOENT && says("ENOENT", "/none"));
 	CHECK(dml_target_open("vfio:0000:ff:1f.7", &target) == -ENODEV && dml_target_open(NULL, &target) == -EFAULT);
 }

@@ -1,15 +1,13 @@
 //! Devices by name, and how they are opened.
 
 use std::error::Error;
-use std::fs::Metadata;
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::Args;
 use dmalane::daemon::ClientError;
 use dmalane::daemon::wire::Code;
-use dmalane::device::{BackingFiles, MemoryError};
+use dmalane::device::MemoryError;
 use dmalane::devices::soft::SoftSpec;
 use dmalane::devices::{Ability, KINDS};
 use dmalane::file::{FileDeviceError, HoldsData};
@@ -174,23 +172,6 @@ fn makes_memory(path: &Path) -> String {
 /// True for the name of a driver's node, which is not made like a file.
 fn is_node(path: &Path) -> bool {
     path.starts_with("/dev") && !path.starts_with("/dev/shm")
-}
-
-/// Refuses an input that is the device's memory, which would be overwritten while it is read.
-pub fn check_inputs<'a>(
-    spec: &DeviceSpec,
-    device: Option<BackingFiles>,
-    inputs: impl IntoIterator<Item = &'a (PathBuf, Metadata)>,
-) -> Result<(), Failure> {
-    let Some(device) = device else { return Ok(()) };
-    let memory = device.written.metadata()?;
-    for (path, meta) in inputs {
-        if (meta.dev(), meta.ino()) == (memory.dev(), memory.ino()) {
-            let message = format!("{} is the memory of {spec}, and would be overwritten", path.display());
-            return Err(Failure::new(message).hint("name another file to read, or another device"));
-        }
-    }
-    Ok(())
 }
 
 /// Adds what helps when device memory was refused because a file holds data there.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use dmalane::file::{Error as FileError, Mode};
 use dmalane::load::container;
-use dmalane::load::{Error, Inputs, Manifest, ModelSet, SetFile, in_parallel, open_inputs};
+use dmalane::load::{Error, Inputs, Manifest, ModelSet, SetFile, in_parallel};
 use dmalane::{FileOptions, OpenFile};
 
 use crate::failure::Failure;
@@ -43,9 +43,8 @@ impl ReadMode {
 
     /// Opens the files of models, for which these paths stand. Adds what had to be copied first.
     pub fn open(self, set: ModelSet, paths: &[PathBuf], copied: &mut Copied) -> Result<Inputs, Failure> {
-        let whole = !set.is_named_by(paths);
-        let files = open_inputs(open_all(&set.files, copied)?, self.options()).map_err(failure)?;
-        Ok(Inputs { files, whole, missing: set.missing })
+        let files = open_all(&set.files, copied)?;
+        Inputs::of_files(files, set, paths, self.options()).map_err(failure)
     }
 }
 

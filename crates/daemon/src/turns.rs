@@ -35,9 +35,9 @@ const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
 /// A user whose last step is no longer ago than this may come back at any moment: its client may have to wait for a
 /// processor before it submits its next operation.
 const GAP: u64 = 5_000_000;
-/// A turn in which nothing was spent for so many nanoseconds is passed over: twice what a step takes.
+/// Nanoseconds after which a turn in which nothing was spent is passed over: twice what a step takes.
 pub(crate) const STUCK: u64 = 2_000_000;
-/// Of many that wait, each looks again after so many times [`STUCK`] at most.
+/// Of many that wait, each looks again after [`STUCK`] times this at most.
 const MAX_WAITS: u64 = 8;
 /// The most that a user pays for passing its turn from one of its clients to another: waking a process takes less.
 const MAX_PASS: u64 = 50_000;
@@ -419,7 +419,7 @@ mod tests {
             self.turns.shares[self.turns.index_of(seat)].deficit
         }
 
-        /// The client whose turn it is has a step of so many bytes, which takes this time. Returns its seat.
+        /// The client whose turn it is has a step, of the bytes and the time that `of` gives. Returns its seat.
         fn step(&mut self, of: impl Fn(usize) -> (u64, u64)) -> usize {
             let seat = self.turns.holder().expect("somebody's turn");
             let (bytes, time) = of(seat);

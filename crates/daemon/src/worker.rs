@@ -27,7 +27,7 @@ const MIN_STEP: u64 = 32 << 10;
 /// Where steps take longer than these nanoseconds, the next ones are shorter: a user whose few operations end sooner
 /// than that has no work until the client has seen it, and waits for the step of another user then.
 const STEP_TIME: u64 = 200_000;
-/// Steps that take so much longer than they have a processor, in nanoseconds, were interrupted.
+/// Steps that take longer than they have a processor, by this many nanoseconds, were interrupted.
 const MEASURED: u64 = 20_000;
 /// The longest sleep, in case a wake-up is lost.
 const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };

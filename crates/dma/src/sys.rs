@@ -352,7 +352,7 @@ impl Region {
     /// Maps the first `len` bytes of a file, shared.
     ///
     /// # Safety
-    /// The file has so many bytes and cannot shrink. If it is not `exported`, nobody else has it.
+    /// The file has `len` bytes and cannot shrink. If it is not `exported`, nobody else has it.
     unsafe fn shared(fd: OwnedFd, len: usize, exported: bool) -> io::Result<Self> {
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base =
@@ -404,7 +404,7 @@ impl Region {
         if len == 0 || !len.is_multiple_of(4096) {
             return Err(refuse("the length of the dma-buf is not a multiple of 4 KiB"));
         }
-        // SAFETY: dma-bufs have one length for ever, this one so many bytes, and it counts as exported.
+        // SAFETY: dma-bufs have one length for ever, this one `len` bytes, and it counts as exported.
         unsafe { Self::shared(fd, len, true) }
     }
 

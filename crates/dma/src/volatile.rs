@@ -120,7 +120,7 @@ impl<'a> VolatileSlice<'a> {
         self.fill_pattern(u64::from_ne_bytes([byte; 8]), CopyHint::Keep);
     }
 
-    /// The range in pieces of so many bytes, the last one perhaps shorter.
+    /// The range in pieces of `bytes`, the last one perhaps shorter.
     fn pieces(&self, bytes: usize) -> impl Iterator<Item = VolatileSlice<'a>> {
         (0..self.len).step_by(bytes).map_while(move |at| self.sub(at, bytes.min(self.len - at)))
     }

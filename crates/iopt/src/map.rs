@@ -193,8 +193,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         done
     }
 
-    /// Maps pages over what is mapped there, in one table of the last level: up to so many from `at` on, to the pages
-    /// of the segments. An entry that was valid is replaced by one store, with no invalid one between (no Arm
+    /// Maps pages over what is mapped there, in one table of the last level: up to `pages` from `at` on, to those of
+    /// the segments. An entry that was valid is replaced by one store, with no invalid one between (no Arm
     /// break-before-make); the device may remember it until it has invalidated the span. Gives the number of pages
     /// written, and of those among them that were mapped before. Their marks go with them
     /// ([`unmap_dirty`](Self::unmap_dirty) first tells of them).
@@ -605,8 +605,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Links the blank table at `level` that the cursor is at, in which so many entries from that of `at` on were
-    /// written; without any, it is freed.
+    /// Links the blank table at `level` that the cursor is at, in which `written` entries from that of `at` on are
+    /// valid; without any, it is freed.
     #[inline(never)] // once per table
     pub(crate) fn link_table(&mut self, at: u64, level: u32, written: usize) -> Result<(), Error> {
         let next = self.cursor.path[level as usize];

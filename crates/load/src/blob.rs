@@ -57,8 +57,8 @@ pub fn verify_names<S: Queue<Addr = FileOffset>>(
     if expected.iter().all(Option::is_none) {
         return Ok(Vec::new());
     }
-    let regions = HashRegions { ends: lens.iter().map(|len| vec![*len]).collect(), sha256: true };
-    let digests = digest(inputs, &lens, regions, progress)?;
+    let regions = Arc::new(HashRegions { ends: lens.iter().map(|len| vec![*len]).collect(), sha256: true });
+    let digests = digest(inputs, &lens, Some(regions), progress)?;
     let other = |((input, expected), digests): ((&Input<S>, &Option<[u8; 32]>), &Vec<_>)| {
         let found = *digests.first().and_then(|digest: &Digest| digest.sha256.clone())?;
         expected.filter(|expected| *expected != found).map(|_| Problem::Name(found).of(name(&input.source.path)))
@@ -70,7 +70,7 @@ pub fn verify_names<S: Queue<Addr = FileOffset>>(
 pub(crate) fn digest<S: Queue<Addr = FileOffset>>(
     inputs: &mut [Input<S>],
     lens: &[u64],
-    regions: HashRegions,
+    hash_regions: Option<Arc<HashRegions>>,
     progress: &mut (dyn FnMut(u64) -> ControlFlow<()> + Send),
 ) -> Result<Vec<Vec<Digest>>, Error> {
     if inputs.is_empty() {
@@ -79,7 +79,6 @@ pub(crate) fn digest<S: Queue<Addr = FileOffset>>(
     let registrar = NoIommu::new();
     let mut staging = Staging::new(registrar.heap(None), Arc::new(registrar), CHUNK);
     staging.prepare(lens.iter().copied().max().unwrap_or(0));
-    let hash_regions = Some(Arc::new(regions));
     let options = FillOptions { block: u64::MAX, hash_regions, timeout: TIMEOUT, ..FillOptions::default() };
     let mut watch = |event| match event {
         Event::Arrived { len, .. } => progress(len),

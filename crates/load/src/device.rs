@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
+use std::fs::Metadata;
 use std::ops::Index;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -328,6 +330,18 @@ impl OpenDevice {
         self.device.backing_files()
     }
 
+    /// Refuses a file that is its memory. `meta` is asked for what the file is, where the device is made of files.
+    ///
+    /// # Errors
+    /// [`Error::OwnMemory`]; [`Error::File`] where its own files cannot be looked at; that of `meta`.
+    pub fn refuse_own(&self, path: &Path, meta: impl FnOnce() -> Result<Metadata, Error>) -> Result<(), Error> {
+        let Some(own) = self.backing_files() else { return Ok(()) };
+        let failed = |source| Error::File { path: path.to_owned(), what: "compare it with the device", source };
+        let id = |meta: Metadata| (meta.dev(), meta.ino());
+        let is_own = id(own.written.metadata().map_err(failed)?) == id(meta()?);
+        if is_own { Err(Error::OwnMemory { path: path.to_owned() }) } else { Ok(()) }
+    }
+
     /// Pins and maps host memory for it.
     pub fn registrar(&self) -> &Arc<dyn Registrar> {
         &self.registrar
@@ -390,12 +404,15 @@ impl OpenDevice {
         clocks: &mut Clocks,
     ) {
         let Self { registered, registrar, staging, .. } = self;
-        let in_place = |(source, file): (usize, &OpenFile)| {
+        let mut wanted: Vec<(&OpenFile, u64)> = sources.map(|source| (source, 0)).collect();
+        for extent in &job.extents {
+            wanted.get_mut(extent.source).into_iter().for_each(|(_, sum)| *sum += extent.len);
+        }
+        let in_place = |(file, wanted): (&OpenFile, u64)| {
             let kept = file.kept.as_ref()?;
-            let wanted: u64 = job.extents.iter().filter(|e| e.source == source).map(|e| e.len).sum();
             registered.memory(kept, wanted >= kept.len / 2, &**registrar, clocks)
         };
-        staging.in_place = sources.enumerate().map(in_place).collect();
+        staging.in_place = wanted.into_iter().map(in_place).collect();
     }
 
     /// Counters of the device, where it has any.

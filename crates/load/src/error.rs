@@ -146,6 +146,12 @@ pub enum Error {
         /// Which file.
         path: PathBuf,
     },
+    /// A file that is the memory of the device.
+    #[error("{} is the memory of the device, and would be overwritten while it is read", path.display())]
+    OwnMemory {
+        /// Which file.
+        path: PathBuf,
+    },
     /// The inputs are not those that were loaded.
     #[error("{} files were loaded, but these are others: {inputs:?}", loaded.len())]
     OtherInputs {

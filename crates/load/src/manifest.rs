@@ -107,8 +107,9 @@ impl ManifestFile {
         Model { len: self.bytes, tensors: tensors.collect(), metadata: None, by_columns: false, container }
     }
 
-    fn ends(&self) -> Vec<u64> {
-        self.regions.iter().map(|region| region.end).collect()
+    /// Its regions, in a buffer that holds the whole file.
+    fn compared(&self) -> Vec<Compared<'_>> {
+        self.regions.iter().map(|region| (region.end, Some((self, region)))).collect()
     }
 
     /// Whether the file has another length than it should.
@@ -123,12 +124,6 @@ impl ManifestFile {
             std::cmp::Ordering::Greater => Problem::Long { expected, found },
         };
         Some(problem.of(&self.name))
-    }
-
-    /// The regions whose hashes differ from `digests`, of a file of which `found` bytes were hashed.
-    fn changed<'a>(&'a self, found: u64, digests: &'a [Digest]) -> impl Iterator<Item = Difference> + 'a {
-        let whole = self.regions.iter().zip(digests).filter(move |(region, _)| region.end <= found);
-        whole.filter_map(|(region, digest)| self.differs(region, digest))
     }
 
     /// The difference between one of its regions and the hashes that it was found to have.
@@ -157,15 +152,9 @@ impl Manifest {
             refuse(verify_names(inputs, &mut |_| progress(0))?)?;
         }
         let mut manifest = Self::unhashed(inputs.iter().map(|input| &input.source))?;
-        let regions = HashRegions { ends: manifest.files.iter().map(ManifestFile::ends).collect(), sha256 };
         let lens: Vec<u64> = manifest.files.iter().map(|file| file.bytes).collect();
-        let digests = digest(inputs, &lens, regions, progress)?;
-        for (before, input) in lens.into_iter().zip(inputs.iter()) {
-            let now = input.source.size()?;
-            if before != now {
-                return Err(Error::Changed { path: input.source.path.clone(), before, now });
-            }
-        }
+        let digests = digest(inputs, &lens, Some(manifest.to_hash(sha256)), progress)?;
+        inputs.iter().zip(lens).try_for_each(|(input, len)| input.source.check_size(len))?;
         manifest.set_digests(digests.iter().map(Vec::as_slice));
         Ok(manifest)
     }
@@ -183,6 +172,12 @@ impl Manifest {
             files.push(ManifestFile::of(name, source.model()?));
         }
         Ok(Self { files })
+    }
+
+    /// All regions, each file in a buffer of its own.
+    pub(crate) fn to_hash(&self, sha256: bool) -> Arc<HashRegions> {
+        let ends = self.files.iter().map(|file| file.regions.iter().map(|region| region.end).collect());
+        Arc::new(HashRegions { ends: ends.collect(), sha256 })
     }
 
     /// Sets the hashes of all regions, for each file in their order.
@@ -225,7 +220,8 @@ impl Manifest {
             lens.push(file.as_ref().filter(|_| pointer.is_none()).map_or(0, |file| file.bytes.min(len)));
             pointers.push(pointer);
         }
-        let digests = digest(inputs, &lens, hash_regions(&files), progress)?;
+        let compared = whole(&files);
+        let digests = digest(inputs, &lens, hash_regions(&compared), progress)?;
         for (i, (input, file)) in inputs.iter().zip(&files).enumerate() {
             let Some(file) = file else {
                 differences.push(Problem::Unlisted.of(name(&input.source.path)));
@@ -235,7 +231,8 @@ impl Manifest {
                 differences.push(Problem::LfsPointer(size).of(&file.name));
                 continue;
             }
-            differences.extend(file.changed(lens[i], &digests[i]));
+            let hashed = compared[i].iter().take_while(|(end, _)| *end <= lens[i]);
+            differences.extend(changed(hashed.zip(&digests[i])));
             differences.extend(file.other_length(found[i]));
         }
         if all {
@@ -374,17 +371,34 @@ impl Manifest {
 /// The part of a manifest that is about each of some files, as far as it has them.
 pub(crate) type Expected<'a> = Vec<Option<Cow<'a, ManifestFile>>>;
 
-/// The ranges to hash for files, each with what is expected of it.
-pub(crate) fn hash_regions(files: &[Option<Cow<'_, ManifestFile>>]) -> HashRegions {
-    let sha256 = files.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
-    let ends = files.iter().map(|file| file.as_ref().map_or(Vec::new(), |file| file.ends()));
-    HashRegions { ends: ends.collect(), sha256 }
+/// A range of a buffer that is hashed: where it ends, and the region of a file that it is to be, if any.
+pub(crate) type Compared<'a> = (u64, Option<(&'a ManifestFile, &'a ManifestRegion)>);
+
+/// The ranges of buffers that hold whole files.
+pub(crate) fn whole<'a>(files: &'a Expected<'_>) -> Vec<Vec<Compared<'a>>> {
+    files.iter().map(|file| file.as_ref().map_or(Vec::new(), |file| file.compared())).collect()
 }
 
-/// Compares what was hashed, for each file its regions.
-pub(crate) fn check<'d>(files: &Expected<'_>, digests: impl Iterator<Item = &'d [Digest]>) -> Result<(), Error> {
-    let pairs = files.iter().flatten().zip(digests);
-    refuse(pairs.flat_map(|(file, digests)| file.changed(file.bytes, digests)).collect())
+/// The ranges to hash in each of some buffers; `None` where nothing is expected.
+pub(crate) fn hash_regions(buffers: &[Vec<Compared<'_>>]) -> Option<Arc<HashRegions>> {
+    let mut regions = buffers.iter().flatten().filter_map(|(_, region)| *region).peekable();
+    regions.peek()?;
+    let sha256 = regions.any(|(_, region)| region.digest.sha256.is_some());
+    let ends = buffers.iter().map(|ranges| ranges.iter().map(|(end, _)| *end).collect());
+    Some(Arc::new(HashRegions { ends: ends.collect(), sha256 }))
+}
+
+/// Compares the hashes of buffers, for each those of its ranges.
+pub(crate) fn check<'d>(
+    buffers: &[Vec<Compared<'_>>],
+    digests: impl Iterator<Item = &'d [Digest]>,
+) -> Result<(), Error> {
+    refuse(changed(buffers.iter().zip(digests).flat_map(|(ranges, digests)| ranges.iter().zip(digests))))
+}
+
+/// The regions that have other hashes than they should.
+fn changed<'a>(hashed: impl Iterator<Item = (&'a Compared<'a>, &'a Digest)>) -> Vec<Difference> {
+    hashed.filter_map(|((_, region), found)| region.and_then(|(file, region)| file.differs(region, found))).collect()
 }
 
 /// The error of files that differ from their manifest, if they do.

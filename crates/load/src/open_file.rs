@@ -1,7 +1,7 @@
 //! Files that are open for reading: a name, a descriptor, and a header that is parsed once.
 
 use std::collections::BTreeSet;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
@@ -120,7 +120,7 @@ impl OpenFile {
         if let Some(kept) = &self.kept {
             return Ok(kept.len);
         }
-        let meta = self.handle.metadata().map_err(|source| self.error("read its size", source))?;
+        let meta = self.metadata()?;
         if !meta.file_type().is_block_device() {
             return Ok(meta.len());
         }
@@ -129,6 +129,16 @@ impl OpenFile {
         let position = file.stream_position();
         let size = position.and_then(|at| Ok((file.seek(SeekFrom::End(0))?, file.seek(SeekFrom::Start(at))?).0));
         size.map_err(|source| self.error("read its size", source))
+    }
+
+    /// Refuses a file that had another size before.
+    pub(crate) fn check_size(&self, before: u64) -> Result<(), Error> {
+        let now = self.size()?;
+        if now == before { Ok(()) } else { Err(Error::Changed { path: self.path.clone(), before, now }) }
+    }
+
+    pub(crate) fn metadata(&self) -> Result<Metadata, Error> {
+        self.handle.metadata().map_err(|source| self.error("read its size", source))
     }
 
     pub(crate) fn error(&self, what: &'static str, source: io::Error) -> Error {

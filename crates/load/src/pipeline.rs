@@ -1,7 +1,6 @@
 //! Loading: places files on the device, runs the engine with staging buffers, and binds each tensor when it is whole.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -15,7 +14,7 @@ use crate::engine::workers;
 use crate::error::Error;
 use crate::fill::{self, Event, FillError, FillOptions, Filled, Job, Sink, Targets, ToDevice, Watch};
 use crate::input::Input;
-use crate::manifest::{Expected, Manifest, check, hash_regions};
+use crate::manifest::{Compared, Manifest, check, hash_regions, whole};
 use crate::open_file::OpenFile;
 use crate::parts::{Parts, Places};
 use crate::report::Report;
@@ -65,7 +64,7 @@ impl OpenDevice {
             let both = "the device, whose memory is this machine's, and the buffers";
             fill::ask(new.saturating_add(self.staging.to_come(largest)), both).map_err(Error::from)
         });
-        let result = room.and_then(|()| self.stream(start, inputs, &mut files, &expected, progress));
+        let result = room.and_then(|()| self.stream(start, inputs, &mut files, &whole(&expected), progress));
         if let (Ok(_), Some((_, used))) = (&result, to_come) {
             self.used = used;
         }
@@ -139,6 +138,8 @@ impl OpenDevice {
     /// As of [`OpenDevice::load`]; nothing stays allocated.
     pub fn place_files<S>(&mut self, inputs: &[Input<S>], placement: &Placement) -> Result<Loaded, Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
+        let mut sources = inputs.iter().map(|input| &input.source);
+        sources.try_for_each(|source| self.refuse_own(&source.path, || source.metadata()))?;
         for input in inputs {
             match input.source.model().and_then(|model| self.place(input.source.path.clone(), model.clone(), placement))
             {
@@ -161,20 +162,21 @@ impl OpenDevice {
         start: Instant,
         inputs: &mut [Input<S>],
         files: &mut [LoadedFile],
-        expected: &Expected<'_>,
+        compared: &[Vec<Compared<'_>>],
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<(Clocks, usize, u64, u64), Error> {
-        let hashed = self.options.fill.checksum || self.options.fill.hash_regions.is_some() || !expected.is_empty();
+        let mut options = self.options.fill.clone();
+        options.hash_regions = hash_regions(compared).or(options.hash_regions);
+        let hashed = options.checksum || options.hash_regions.is_some();
         let parts = Parts::new(inputs.iter().zip(&*files).map(|(input, file)| input.wanted(&file.model, hashed)));
         let places = &Places { parts, runs: files.iter().map(LoadedFile::places).collect() };
         let (parts, job) = (&places.parts, places.parts.job());
         let mut missing: Vec<Vec<u64>> =
             files.iter().map(|f| f.layout.runs.iter().map(|run| run.filled).collect()).collect();
-        let (mut binds, mut transfers, mut failed) =
-            (Clocks::recording("binds", self.options.fill.epoch(start)), 0, None);
+        let (mut binds, mut transfers, mut failed) = (Clocks::recording("binds", options.epoch(start)), 0, None);
         let whole_files = self.binds_whole_files();
         self.register_kept(inputs.iter().map(|input| &input.source), job, &mut binds);
-        let Self { queue, device, info, staging, options, stop, .. } = self;
+        let Self { queue, device, info, staging, stop, .. } = self;
         let stop = stop.clone();
         staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
         let placed = &*files;
@@ -202,28 +204,18 @@ impl OpenDevice {
             }
             _ => ControlFlow::Continue(()),
         };
-        let mut options = options.fill.clone();
-        if !expected.is_empty() {
-            options.hash_regions = Some(Arc::new(hash_regions(expected)));
-        }
         let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets: places };
-        let sink = Sink::Staging(staging, Some(to));
         let mut workers = workers(inputs);
         let count = workers.len();
-        let result = fill::run(start, sink, job, &mut workers, &options, &mut watch);
+        let result = fill::run(start, Sink::Staging(staging, Some(to)), job, &mut workers, &options, &mut watch);
         self.staging.in_place.clear();
         if let Some(error) = failed {
             return Err(error);
         }
         let about = |file: usize| (files[file].path.clone(), Some(&*files[file].model));
         let mut done = result.map_err(|error| parts.describe(error, about))?;
-        for (input, file) in inputs.iter().zip(&*files) {
-            let (before, now) = (file.model.len, input.source.size()?);
-            if before != now {
-                return Err(Error::Changed { path: file.path.clone(), before, now });
-            }
-        }
-        check(expected, done.hashes.iter().map(|hashes| &*hashes.digests))?;
+        inputs.iter().zip(&*files).try_for_each(|(input, file)| input.source.check_size(file.model.len))?;
+        check(compared, done.hashes.iter().map(|hashes| &*hashes.digests))?;
         for (file, hashes) in files.iter_mut().zip(done.hashes) {
             (file.checksum, file.digests) = (hashes.checksum, hashes.digests);
         }

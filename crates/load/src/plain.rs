@@ -2,8 +2,7 @@
 
 use serde_json::error::Category;
 
-/// The most characters of a value that are repeated.
-const SHOWN: usize = 80;
+use crate::container::short;
 
 /// Describes an error of a JSON parser. `variant` is the word for a value of which there are only a few.
 pub fn plain_json(error: &serde_json::Error, variant: &str) -> String {
@@ -40,13 +39,6 @@ pub fn plain_json(error: &serde_json::Error, variant: &str) -> String {
     };
     let line = if error.line() > 1 { format!("line {}, ", error.line()) } else { String::new() };
     format!("{}, at {line}column {}", says.replace('`', "\""), error.column())
-}
-
-fn short(text: &str) -> String {
-    match text.char_indices().nth(SHOWN) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text.to_owned(),
-    }
 }
 
 #[cfg(test)]
@@ -90,7 +82,7 @@ mod tests {
             (r#"{"list": 1}"#, "1 instead of a list, at column 10"),
             (r#"{"pair": [1]}"#, "a list of another length instead of a list of 2, at column 12"),
             (r#"{"kind": "two"}"#, "unknown thing \"two\", at column 14"),
-            (&long, &format!("{}... instead of a whole number, at column 2013", "\u{e9}".repeat(80))),
+            (&long, &format!("{}... instead of a whole number, at column 2013", "\u{e9}".repeat(200))),
         ] {
             let error = serde_json::from_str::<Thing>(text).unwrap_err();
             assert_eq!(plain_json(&error, "thing"), said, "{error}");

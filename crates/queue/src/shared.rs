@@ -312,7 +312,7 @@ impl<Q: Queue> SharedQueue<Q> {
 }
 
 impl<Q: Queue> Back<Q> {
-    /// Takes operations of a handle, of which the queue gets so many when nothing else waits.
+    /// Takes operations of a handle, of which the queue gets `room` when nothing else waits.
     fn give(&mut self, own: &mut Pending<Q::Addr>, room: usize) {
         let (handle, mut first) = (own.handle, own.first());
         self.handles.all[handle].in_flight += own.operations.len();

@@ -15,7 +15,7 @@ use crate::mmu::Mmu;
 use crate::queue::{Inside, Queue, Registers, STEP_COST, Stepped};
 use dmalane_card::regs;
 
-/// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
+/// How often a worker looks for work before it sleeps: some tens of microseconds, as long as it takes to wake it.
 const SPINS: u32 = 1024;
 /// The first sleep of a worker: it may have skipped a channel that a helper was just leaving.
 const FIRST_SLEEP: Duration = Duration::from_millis(5);

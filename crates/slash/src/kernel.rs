@@ -1,7 +1,7 @@
 //! The port to the driver: its calls, made by the kernel or answered by a model of it.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -67,40 +67,28 @@ impl Request {
 }
 
 /// An open file of the driver: its node, queue pairs, or a buffer.
-pub struct Handle {
-    file: OwnedFd,
-    /// Called when the file is closed.
-    closed: Option<Box<dyn Fn(RawFd) + Send + Sync>>,
-}
+pub struct Handle(Box<dyn AsFd + Send + Sync>);
 
 impl Handle {
-    /// A file whose closing nobody watches.
-    pub const fn new(file: OwnedFd) -> Self {
-        Self { file, closed: None }
+    /// An open file.
+    pub fn new(file: OwnedFd) -> Self {
+        Self(Box::new(file))
     }
 
-    /// A file of a model, which is told when it is closed.
+    /// A file of a model, which sees by the drop that it is closed.
     #[cfg(feature = "model")]
-    pub(crate) fn watched(file: OwnedFd, closed: impl Fn(RawFd) + Send + Sync + 'static) -> Self {
-        Self { file, closed: Some(Box::new(closed)) }
+    pub(crate) fn of_model(file: impl AsFd + Send + Sync + 'static) -> Self {
+        Self(Box::new(file))
     }
 }
 
 impl AsFd for Handle {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        self.0.as_fd()
     }
 }
 
-impl Drop for Handle {
-    fn drop(&mut self) {
-        if let Some(closed) = &self.closed {
-            closed(self.file.as_raw_fd());
-        }
-    }
-}
-
-dmalane_dma::debug_as!(Handle, |it| "{:?}", it.file);
+dmalane_dma::debug_as!(Handle, |it| "{:?}", it.as_fd());
 
 /// The driver's calls. All may be made from several threads.
 pub trait Kernel: Send + Sync {
@@ -120,11 +108,6 @@ pub trait Kernel: Send + Sync {
     fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
         let _ = file;
         None
-    }
-
-    /// Takes a file that another process opened and sent.
-    fn adopt(&self, file: OwnedFd) -> Handle {
-        Handle::new(file)
     }
 }
 

@@ -303,7 +303,7 @@ impl Kernel for Daemon {
         match request {
             Request::PairFile => {
                 let reply = self.ask(Ask::PairFile, &self.body(&argument[1..3]), 1)?;
-                reply.file.map(|file| self.files.adopt(file)).ok_or(io::ErrorKind::InvalidData.into())
+                reply.file.map(Handle::new).ok_or(io::ErrorKind::InvalidData.into())
             }
             request => self.files.open(on, request, argument),
         }
@@ -311,10 +311,6 @@ impl Kernel for Daemon {
 
     fn calls(&self, file: &Arc<Handle>) -> Option<Box<dyn Calls>> {
         self.files.calls(file)
-    }
-
-    fn adopt(&self, file: OwnedFd) -> Handle {
-        self.files.adopt(file)
     }
 }
 
@@ -375,7 +371,6 @@ impl Grants {
             BUSY => return Ok(None),
             other => return Err(of(io::Error::other(Refused(Ask::BufferOpen, other)))),
         }
-        drop(reply.file.map(|file| self.daemon.adopt(file)));
         let (got, at) = (wide(&reply.body, 0), wide(&reply.body, 8));
         let block = Span::new(CardAddr::new(at), got).filter(|block| {
             let fits = reply.body.len() >= 20 && (len..=REGION).contains(&got) && block.is_aligned(region.granule);

@@ -94,7 +94,7 @@ fn by_driver(
     Ok(moved as f64 / spent.as_secs_f64())
 }
 
-/// Copies between memory like the host's and memory like the card's, of so many buffers for each thread.
+/// Copies between memory like the host's and memory like the card's, of the buffers that `threads` has for each.
 fn copies(threads: &[usize], directions: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
     let pair = |_| -> Result<(SharedBuf, SharedBuf), dmalane_dma::Error> {

@@ -65,7 +65,7 @@ pub enum Allocation {
 /// When a figure has been measured for long enough.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stop {
-    /// Each thread has moved each of its buffers so often.
+    /// Each thread has moved each of its buffers this number of times.
     After(u64),
     /// This time has passed, and each buffer was moved once.
     For(Duration),

@@ -520,7 +520,7 @@ impl Gpu {
     /// memory type of these bits. `fd` is the handle if it is a descriptor.
     ///
     /// # Safety
-    /// `from` is as the specification asks for, a handle type that this device imports, of so many bytes of `host`.
+    /// `from` is as the specification asks for, a handle type that this device imports, of `len` bytes of `host`.
     unsafe fn imported(
         self: &Arc<Self>,
         host: &BufferRef,
@@ -547,7 +547,7 @@ impl Gpu {
         if fd.is_some() {
             info = info.push_next(&mut dedicated);
         }
-        // SAFETY: a type that the handle's memory has, of which there are so many bytes; the result keeps it.
+        // SAFETY: a type that the handle's memory has, of which there are `len` bytes; the result keeps it.
         let mut memory = unsafe { self.allocate(&info)? };
         // The driver owns it now.
         let _ = fd.map(IntoRawFd::into_raw_fd);

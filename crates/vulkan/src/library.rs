@@ -233,7 +233,7 @@ impl Found {
     }
 
     /// For tests: imports memory at multiples of `align` at least, exports memory of `dedicated` allocations alone, and
-    /// has at most so many bytes of `addresses` for sparse buffers, unless that is 0.
+    /// has at most `addresses` bytes of them for sparse buffers, unless that is 0.
     #[cfg(test)]
     pub fn restrict(&mut self, align: u64, dedicated: bool, addresses: u64) {
         let info = &mut self.info;

@@ -148,7 +148,9 @@ impl Load {
             None => (self.make_sample(&mut device)?, Vec::new()),
         };
         let outputs = outputs.excluding(&output::device_files(device.backing_files())?)?;
-        device::check_inputs(&self.device, device.backing_files(), &read)?;
+        // The manifest too, and both before anything is asked of the device.
+        let other = |e: Error| Failure::from(e).hint("name another file to read, or another device");
+        read.iter().try_for_each(|(path, meta)| device.refuse_own(path, || Ok(meta.clone()))).map_err(other)?;
         if self.dry_run {
             return self.plan(&mut device, &inputs);
         }

@@ -183,7 +183,7 @@ fn a_file_is_not_read_onto_itself() {
     for line in ["load card.img -d file:card.img --overwrite", "load boot.json card.img -d file:other-name --overwrite"]
     {
         let said = place.dmalane(line, 1);
-        assert!(said.contains(" is the memory of file:"), "{said}");
+        assert!(said.contains(" is the memory of the device"), "{said}");
         place.stays(line);
     }
 }
@@ -191,10 +191,10 @@ fn a_file_is_not_read_onto_itself() {
 /// Arguments that may name a file, of commands with a device: a line where it is the device's memory, and its refusal.
 /// `m` is a manifest that is large enough for a device.
 const DEVICE_MEMORY: &[(&str, &str, &str, &str)] = &[
-    ("load", "files", "load m -d file:m --overwrite", "m is the memory of file:m"),
-    ("load", "files", "load - -d file:m --overwrite < m", "stdin is the memory of file:m"),
-    ("load", "manifest", "load boot.json --manifest m -d file:m --overwrite", "m is the memory of file:m"),
-    ("load", "manifest", "load boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of file:m"),
+    ("load", "files", "load m -d file:m --overwrite", "m is the memory of the device"),
+    ("load", "files", "load - -d file:m --overwrite < m", "stdin is the memory of the device"),
+    ("load", "manifest", "load boot.json --manifest m -d file:m --overwrite", "m is the memory of the device"),
+    ("load", "manifest", "load boot.json --manifest - -d file:m --overwrite < m", "stdin is the memory of the device"),
     ("load", "trace", "load boot.json --trace m -d file:m --overwrite --force", "it is the input device memory"),
     ("load", "report", "load boot.json --report m -d file:m --overwrite --force", "it is the input device memory"),
     ("validate", "report", "validate --report m -d file:m --overwrite --force", "it is the input device memory"),

@@ -2,20 +2,22 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
+use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::thread;
 
+use dmalane::addr::CardAddr;
 use dmalane::daemon::{Config, Listener, Server};
 use dmalane::device::conformance::suite;
 use dmalane::device::{AddressSpaceKind, Placement};
 use dmalane::devices::vulkan::VulkanSpec;
 use dmalane::devices::{Ability, KINDS};
-use dmalane::load::write_sample;
+use dmalane::load::{Error, Part, write_sample};
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::vulkan::VulkanOptions;
-use dmalane::{CardServer, DeviceSpec, FileOptions, OpenOptions, error_chain, open_file};
+use dmalane::{CardServer, DeviceSpec, FileOptions, HostModel, OpenOptions, error_chain, open_file};
 use dmalane_fake_cuda::Fake;
 
 const MIB: u64 = 1 << 20;
@@ -149,6 +151,23 @@ fn every_kind_is_loaded_to_verified_and_unloaded() {
         device.unload(loaded).unwrap();
         assert_eq!(device.memory().free_bytes(), free);
     });
+}
+
+#[test]
+fn a_file_is_not_read_onto_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    write_sample(&mut File::create(&path).unwrap(), 2 * MIB, 1).unwrap();
+    let (before, is_own) = (std::fs::read(&path).unwrap(), |e: &Error| matches!(e, Error::OwnMemory { .. }));
+    let options = OpenOptions { overwrite: true, ..OpenOptions::default() };
+    let mut device = options.open(&format!("file:{}", path.display()).parse().unwrap()).unwrap();
+    let model = HostModel::open([&path], Default::default()).unwrap();
+    assert!(is_own(&model.load_onto(&mut device, &Default::default(), |_| {}).unwrap_err()));
+    let first = model.tensors().next().unwrap();
+    let part = Part { name: first.name.clone(), bytes: 0..first.len, to: 0 };
+    let watch = &mut |_| ControlFlow::Continue(());
+    assert!(is_own(&model.read_parts_onto(&mut device, CardAddr::new(0).into(), &[part], watch).unwrap_err()));
+    assert!(std::fs::read(&path).unwrap() == before);
 }
 
 #[test]

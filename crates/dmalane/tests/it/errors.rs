@@ -88,6 +88,7 @@ fn all() -> Vec<Boxed> {
         load::Error::Read { path: path(), at, tensor: tensor(), source: failed() }.into(),
         load::Error::Transfer { path: path(), at, tensor: None, source: failed() }.into(),
         load::Error::DeviceMemory { path: path(), source: refused() }.into(),
+        load::Error::OwnMemory { path: path() }.into(),
         load::Error::Index { path: path(), source: SgError::TooLong }.into(),
         load::Error::Bind { path: path(), tensor: tensor(), source: SpaceError::Driver(boxed()) }.into(),
         load::Error::Memory(memory()).into(),

@@ -22,8 +22,8 @@ const SOME: f64 = 1.1;
 /// much may be gained.
 const HARDLY: f64 = 0.15;
 const MOSTLY: f64 = 0.7;
-/// After so many turns without a gain more reads are tried again, and after twice as many each time, up to this number:
-/// what was cached, or what else used the source, may have ended.
+/// Turns without a gain after which more reads are tried again, at first and at most; twice as many each time: what was
+/// cached, or what else used the source, may have ended.
 const REST: [usize; 2] = [8, 64];
 
 /// The number of reads in flight. A turn is as many reads as may be in flight.

@@ -10,7 +10,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use dmalane_dma::{Absent, AnonHeap, BufferSlice, CopyHint, Error, Heap, PageKind, Pool, Reserved, SharedBuf, lock};
 
-/// Bytes of all landing places of a job together, and where there is not so much memory.
+/// Bytes of all landing places of a job together, and where that memory cannot be had.
 const BYTES: usize = 144 << 20;
 const FEW_BYTES: usize = 32 << 20;
 /// Bytes of landing places that the process keeps for its next jobs.

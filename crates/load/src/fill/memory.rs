@@ -233,7 +233,7 @@ pub(crate) fn register(bus: &dyn Registrar, buffer: &BufferRef, clocks: &mut Clo
     Ok(Registered::from_mapping(mapping))
 }
 
-/// Makes sure that there are so many bytes of memory for `what`.
+/// Makes sure that there are `wanted` bytes of memory for `what`.
 pub(crate) fn ask(wanted: u64, what: &'static str) -> Result<(), FillError> {
     if wanted < WORTH_ASKING {
         return Ok(());

@@ -9,15 +9,13 @@ use dmalane_dma::{check_peer, connect_seqpacket, receive_with_fds, send_with_fds
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
-use super::describe::{KeptEntry, KeptModel};
+use super::describe::{KeptEntry, KeptModel, PREFIX};
 use super::error::KeepError;
 use super::file::KeptFile;
 use super::wire::{KeepRefusal, KeeperAnswer, KeeperAsk, KeptList, MAX_FDS, MAX_MESSAGE, Message, VERSION, parse};
 use crate::manifest::Manifest;
 use crate::set::SetFile;
 
-/// The letters before the name of a kept model where a path is expected.
-pub(super) const PREFIX: &str = "kept:";
 /// The variable that names the keeper's socket.
 const VARIABLE: &str = "DMALANE_KEEP";
 /// How long an answer may take.
@@ -37,6 +35,37 @@ pub fn socket_path() -> PathBuf {
         .unwrap_or_else(|| named("XDG_RUNTIME_DIR").unwrap_or_else(|| PathBuf::from("/run")).join("dmalane/keep.sock"))
 }
 
+/// A model that was lent: what it is, and its descriptors. The first is of its description.
+pub(super) struct Lent {
+    pub model: KeptModel,
+    pub first: OwnedFd,
+    pub manifest: OwnedFd,
+    pub files: Vec<OwnedFd>,
+}
+
+impl Lent {
+    pub fn new(fds: Vec<OwnedFd>) -> Result<Self, KeepError> {
+        let mut fds = fds.into_iter();
+        let bad = |why: String| KeepError::Bad { what: "a kept model".to_owned(), why };
+        let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description".to_owned()))?;
+        let model = KeptModel::read(&first)?;
+        if fds.len() + 2 != model.descriptors() {
+            return Err(bad(format!("it has {} descriptors, and {} have come", model.descriptors(), fds.len() + 2)));
+        }
+        Ok(Self { model, first, manifest, files: fds.collect() })
+    }
+
+    /// Refuses one that is not in memory of this device, or of the host.
+    pub fn on(self, here: Option<&str>) -> Result<Self, KeepError> {
+        let Self { model: KeptModel { name, device, .. }, .. } = &self;
+        if device.as_deref() == here {
+            return Ok(self);
+        }
+        let device = device.as_deref().unwrap_or("the host").to_owned();
+        Err(KeepError::Elsewhere { name: name.clone(), device, here: here.map(str::to_owned) })
+    }
+}
+
 /// A model that was lent, and its memory.
 #[derive(Debug)]
 pub struct Attached {
@@ -52,22 +81,17 @@ impl Attached {
     /// # Errors
     /// [`KeepError::Bad`].
     pub fn new(fds: Vec<OwnedFd>) -> Result<Self, KeepError> {
-        let mut fds = fds.into_iter();
-        let bad = |why: String| KeepError::Bad { what: "a kept model".to_owned(), why };
-        let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(|| bad("it has no description".to_owned()))?;
-        let model = KeptModel::read(&first)?;
-        if let Some(device) = model.device {
-            return Err(KeepError::Elsewhere { name: model.name, device, here: None });
-        }
-        if fds.len() != model.files.len() {
-            return Err(bad(format!("it has {} files, and {} have come", model.files.len(), fds.len())));
-        }
+        Self::of(Lent::new(fds)?)
+    }
+
+    pub(super) fn of(lent: Lent) -> Result<Self, KeepError> {
+        let Lent { model, manifest, files, .. } = lent.on(None)?;
         let file = |(entry, fd): (&KeptEntry, OwnedFd)| {
-            let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
+            let path = model.path(entry);
             let kept = Some(Arc::new(KeptFile::new(&path, fd, entry.bytes)?));
             Ok(SetFile { path, listed: entry.listed().map(Arc::new), kept })
         };
-        let files = model.files.iter().zip(fds).map(file).collect::<Result<_, KeepError>>()?;
+        let files = model.files.iter().zip(files).map(file).collect::<Result<_, KeepError>>()?;
         Ok(Self { model, files, manifest })
     }
 
@@ -172,11 +196,11 @@ impl KeeperClient {
     /// # Errors
     /// [`KeepError`]: for one in memory of a device [`KeepError::Elsewhere`].
     pub fn attach_rather(&self, name: &str, device: Option<&str>) -> Result<Attached, KeepError> {
-        Attached::new(self.lent(name, device)?)
+        Attached::of(self.lent(name, device)?)
     }
 
-    /// The descriptors of a model: its description, its manifest, and its memory.
-    pub(super) fn lent(&self, name: &str, device: Option<&str>) -> Result<Vec<OwnedFd>, KeepError> {
+    /// A model with its descriptors.
+    pub(super) fn lent(&self, name: &str, device: Option<&str>) -> Result<Lent, KeepError> {
         let bad = |why: String| KeepError::Bad { what: format!("{PREFIX}{name}"), why };
         let name = name.strip_prefix(PREFIX).unwrap_or(name);
         let (begun, mut all, mut of_model) = (Instant::now(), Vec::new(), None);
@@ -202,7 +226,7 @@ impl KeeperClient {
                 Err(error) => return Err(error),
             }
         }
-        Ok(all)
+        Lent::new(all)
     }
 
     /// Asks for room, which is this connection's, for a model whose files are there or in memory of a device.
@@ -217,7 +241,7 @@ impl KeeperClient {
     /// attached, another one of its name first, then those that were used longest ago. Their memory is free soon after.
     ///
     /// # Errors
-    /// [`KeepError`]; they are not so many bytes, and stay.
+    /// [`KeepError`]; they have fewer `bytes`, and stay.
     pub(super) fn room_on(&self, device: &str, bytes: u64, name: &str) -> Result<(), KeepError> {
         let (device, name) = (device.to_owned(), name.to_owned());
         self.ask(&KeeperAsk::DeviceRoom { device, bytes, name }, &[]).map(drop)

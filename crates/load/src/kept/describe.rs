@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
@@ -19,6 +20,8 @@ const MAX_DESCRIPTION: u64 = 64 << 20;
 /// Why memory of a device is not lent to other users.
 pub(super) const NOT_SHARED: &str =
     "memory of a device cannot be sealed: whoever attaches could write to it, so no other user may";
+/// The letters before the name of a kept model where a path is expected.
+pub(super) const PREFIX: &str = "kept:";
 /// The longest name of a file, in bytes.
 const MAX_FILE_NAME: usize = 255;
 /// The longest name, in bytes.
@@ -124,6 +127,11 @@ impl KeptModel {
     /// Its descriptors: this description, its manifest, and one for each file that has memory.
     pub fn descriptors(&self) -> usize {
         2 + self.files.iter().filter(|file| file.placed.as_ref().is_none_or(|places| places.bytes > 0)).count()
+    }
+
+    /// A file of it as a path.
+    pub(super) fn path(&self, file: &KeptEntry) -> PathBuf {
+        PathBuf::from(format!("{PREFIX}{}/{}", self.name, file.name))
     }
 
     /// Reads the description of a kept model.

@@ -1,6 +1,5 @@
 //! Reads a model into memory that a keeper holds.
 
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
@@ -15,7 +14,7 @@ use dmalane_dma::MemfdHeap;
 use dmalane_file::{FileOptions, Mode};
 use rustix::fs::FlockOperation;
 
-use super::client::{Attached, KeeperClient, manifest_of, socket_path};
+use super::client::{Attached, KeeperClient, Lent, manifest_of, socket_path};
 use super::describe::{KeptEntry, KeptModel, KeptPlaces, NOT_SHARED, SCHEMA, Stamp, check_name, sealed_text};
 use super::error::KeepError;
 use super::on_device::map_onto;
@@ -26,7 +25,7 @@ use crate::difference::Difference;
 use crate::error::Error;
 use crate::fill::{Digest, Event, FillError, FilledBuf, HashRegions};
 use crate::input::open_inputs;
-use crate::manifest::{Expected, Manifest, ManifestRegion, hash_regions, refuse};
+use crate::manifest::{Expected, Manifest, ManifestRegion, refuse};
 use crate::model::{HostModel, ModelOptions};
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
@@ -69,15 +68,8 @@ impl KeepOptions {
 
     /// A model that was lent, if it is of these files as they are, with the hashes that are wanted, in memory of this
     /// device or of the host.
-    fn accept(
-        &self,
-        lent: Vec<OwnedFd>,
-        device: Option<&str>,
-        files: &[OpenFile],
-    ) -> Result<Option<Vec<OwnedFd>>, Error> {
-        let bad = || KeepError::Bad { what: "a kept model".to_owned(), why: "it has no description".to_owned() };
-        let [first, manifest, ..] = &lent[..] else { return Err(bad().into()) };
-        let model = KeptModel::read(first)?;
+    fn accept(&self, lent: Lent, device: Option<&str>, files: &[OpenFile]) -> Result<Option<Lent>, Error> {
+        let Lent { model, manifest, .. } = &lent;
         let mut is_same = model.device.as_deref() == device && files.len() == model.files.len();
         for (kept, file) in model.files.iter().zip(files) {
             is_same = is_same && kept.from == stamp(file)? && has_same_tensors(kept, file)?;
@@ -90,7 +82,7 @@ impl KeepOptions {
         if !expected.is_empty() {
             let has_sha256 =
                 |mut regions: std::slice::Iter<'_, ManifestRegion>| regions.any(|r| r.digest.sha256.is_some());
-            let found = manifest_of(&model, manifest)?;
+            let found = manifest_of(model, manifest)?;
             let is_wanted = expected.iter().flatten().any(|file| has_sha256(file.regions.iter()));
             if is_wanted && !found.files.iter().all(|file| has_sha256(file.regions.iter())) {
                 return Ok(None);
@@ -139,7 +131,7 @@ pub fn attach_or_keep<P: AsRef<Path>>(
 ) -> Result<Attached, Error> {
     let wanted = Wanted::new(None, paths, options)?;
     let lent = wanted.lent(&wanted.name)?;
-    Ok(Attached::new(lent.map_or_else(|| wanted.keep(None, watch), Ok)?)?)
+    Ok(Attached::of(lent.map_or_else(|| wanted.keep(None, watch), Ok)?)?)
 }
 
 /// As [`attach_or_keep`], in memory of a device, as [`KeeperClient::attach_onto`]; `None` if there is no such model,
@@ -184,8 +176,8 @@ impl<'a> Wanted<'a> {
         Ok(Self { name, keeper, files: open(&paths)?, device, options })
     }
 
-    /// The descriptors of the model of this name or hash, if it is that of the files.
-    fn lent(&self, called: &str) -> Result<Option<Vec<OwnedFd>>, Error> {
+    /// The model of this name or hash, if it is that of the files.
+    fn lent(&self, called: &str) -> Result<Option<Lent>, Error> {
         match self.keeper.lent(called, self.device.as_deref()) {
             Ok(lent) => self.options.accept(lent, self.device.as_deref(), &self.files),
             Err(KeepError::Refused { kind: KeepRefusal::Absent, .. }) => Ok(None),
@@ -193,12 +185,12 @@ impl<'a> Wanted<'a> {
         }
     }
 
-    /// The descriptors of the model, which is kept now, unless another process does so meanwhile.
+    /// The model, which is kept now, unless another process does so meanwhile.
     fn keep(
         &self,
         mut device: Option<&mut OpenDevice>,
         mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
-    ) -> Result<Vec<OwnedFd>, Error> {
+    ) -> Result<Lent, Error> {
         let Self { name, keeper, files, options, .. } = self;
         // One process reads it, of those that begin together; the others then attach. Where a file cannot be locked,
         // each reads it.
@@ -297,8 +289,8 @@ fn keep_files(
         sum.saturating_add(len.checked_next_multiple_of(4096).unwrap_or(u64::MAX))
     });
     keeper.room(bytes, device.is_some())?;
-    let mut regions = hash_regions(&manifest.files.iter().map(|file| Some(Cow::Borrowed(file))).collect::<Vec<_>>());
-    regions.sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
+    let sha256 = expected.iter().flatten().flat_map(|file| &file.regions).any(|r| r.digest.sha256.is_some());
+    let regions = manifest.to_hash(sha256);
     let before = files.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
     let begun = Instant::now();
     let Memory { device, fds: memory, places, mut took } = match device {
@@ -347,12 +339,12 @@ struct Memory {
 fn into_memory(
     files: &[OpenFile],
     mode: Mode,
-    regions: HashRegions,
+    regions: Arc<HashRegions>,
     manifest: &mut Manifest,
     watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<Memory, Error> {
     let mut options = ReadOptions { mode, ..ReadOptions::default() };
-    options.fill.hash_regions = Some(Arc::new(regions));
+    options.fill.hash_regions = Some(regions);
     let sources = files.to_vec();
     let read = Read::sources(sources).options(options).watch(watch).into_memory(&MemfdHeap::importable(None))?;
     let took = KeptTimes::of(&read.filled.report.stages);
@@ -369,7 +361,7 @@ fn onto_device(
     device: &mut OpenDevice,
     keeper: (&KeeperClient, &str),
     (files, mode): (&[OpenFile], Mode),
-    regions: HashRegions,
+    regions: Arc<HashRegions>,
     manifest: &mut Manifest,
     mut watch: impl FnMut(Event) -> ControlFlow<()> + Send,
 ) -> Result<Memory, Error> {
@@ -388,7 +380,7 @@ fn onto_device(
         }
     };
     let stopped_before = device.stop.replace(stop.clone());
-    let hashed_before = device.options.fill.hash_regions.replace(Arc::new(regions));
+    let hashed_before = device.options.fill.hash_regions.replace(regions);
     let mut load = |device: &mut OpenDevice, had_less| {
         make_room(keeper, lending.device(), device, files, had_less)?;
         lending.allow(true);

@@ -1,11 +1,10 @@
 //! Attaching to a model in memory of a device.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::client::{KeeperClient, PREFIX, manifest_of};
-use super::describe::KeptModel;
+use super::client::{KeeperClient, Lent, manifest_of};
+use super::describe::PREFIX;
 use super::error::KeepError;
 use crate::device::{Loaded, OpenDevice};
 use crate::error::Error;
@@ -25,22 +24,15 @@ impl KeeperClient {
     }
 }
 
-/// Maps the memory of a model: its description, its manifest, and its files in memory of this device.
-pub(super) fn map_onto(device: &mut OpenDevice, fds: Vec<OwnedFd>, verify: bool) -> Result<Loaded, Error> {
+/// Maps the memory of a model that is in memory of this device.
+pub(super) fn map_onto(device: &mut OpenDevice, lent: Lent, verify: bool) -> Result<Loaded, Error> {
     device.check_process()?;
-    let no_model = || KeepError::Bad { what: "a kept model".to_owned(), why: "it has no description".to_owned() };
-    let mut fds = fds.into_iter();
-    let (first, manifest) = fds.next().zip(fds.next()).ok_or_else(no_model)?;
-    let model = KeptModel::read(&first)?;
     let lending = device.lending().map_err(cannot_take)?;
-    if model.device.as_deref() != Some(lending.device()) {
-        let (of, here) = (model.device.clone(), Some(lending.device().to_owned()));
-        let of = of.unwrap_or_else(|| "the host".to_owned());
-        return Err(KeepError::Elsewhere { name: model.name, device: of, here }.into());
-    }
+    let Lent { model, first, manifest, files } = lent.on(Some(lending.device()))?;
+    let mut fds = files.into_iter();
     let bad = |why: &str| KeepError::Bad { what: format!("{PREFIX}{}", model.name), why: why.to_owned() };
     let manifest = manifest_of(&model, &manifest)?;
-    if fds.len() + 2 != model.descriptors() || manifest.files.len() != model.files.len() {
+    if manifest.files.len() != model.files.len() {
         return Err(bad("it has other files than its manifest").into());
     }
     // The keeper has locked it, as long as anybody holds it.
@@ -57,9 +49,8 @@ pub(super) fn map_onto(device: &mut OpenDevice, fds: Vec<OwnedFd>, verify: bool)
         let offsets = places.offsets.iter().copied().zip(&contents.tensors);
         let offsets: Vec<u64> = offsets.filter(|(_, tensor)| counts(&tensor.name)).map(|(at, _)| at).collect();
         contents.tensors.retain(|tensor| counts(&tensor.name));
-        let path = PathBuf::from(format!("{PREFIX}{}/{}", model.name, entry.name));
         let lent = memory.map(|memory| (memory, counted.clone()));
-        let file = device.lent_file(path, Arc::new(contents), offsets.into_iter(), lent);
+        let file = device.lent_file(model.path(entry), Arc::new(contents), offsets.into_iter(), lent);
         loaded.files.push(file.ok_or_else(|| bad("its tensors lie beyond its memory"))?);
     }
     if verify {

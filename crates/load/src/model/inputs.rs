@@ -32,10 +32,24 @@ impl Inputs {
     /// # Errors
     /// [`Error::File`], [`Error::Open`].
     pub fn open(set: ModelSet, named: &[PathBuf], options: FileOptions) -> Result<Self, Error> {
-        let whole = !set.is_named_by(named);
-        let open = |file: SetFile| if file.kept.is_some() { OpenFile::of(&file) } else { OpenFile::regular(file.path) };
-        let files = open_inputs(in_parallel(set.files, open)?, options)?;
-        Ok(Self { files, whole, missing: set.missing })
+        let open =
+            |file: &SetFile| if file.kept.is_some() { OpenFile::of(file) } else { OpenFile::regular(&file.path) };
+        let files = in_parallel(set.files.iter().collect(), open)?;
+        Self::of_files(files, set, named, options)
+    }
+
+    /// The same of the files of a set that are open already.
+    ///
+    /// # Errors
+    /// As of [`Inputs::open`].
+    pub fn of_files(
+        files: Vec<OpenFile>,
+        set: ModelSet,
+        named: &[PathBuf],
+        options: FileOptions,
+    ) -> Result<Self, Error> {
+        let files = open_inputs(files, options)?;
+        Ok(Self { files, whole: !set.is_named_by(named), missing: set.missing })
     }
 
     /// Compares the files with a manifest ([`Manifest::verify`]), or with their names ([`verify_names`]). Those that

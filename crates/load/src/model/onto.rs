@@ -5,13 +5,14 @@ use std::sync::PoisonError;
 
 use dmalane_queue::{DeviceAddr, QueueAddr};
 
-use super::expected::{self, Placed};
+use super::expected::compared;
 use super::file::ModelFile;
 use super::reader::Reader;
 use crate::container::Tensor;
 use crate::device::OpenDevice;
 use crate::error::Error;
 use crate::fill::{FillError, Watch};
+use crate::manifest::{Compared, check};
 use crate::parts::{Places, Runs, add_run};
 use crate::read::{ReadFiles, ReadTo, read};
 
@@ -95,15 +96,16 @@ pub(super) fn read_parts(
         (file.contents().len, runs)
     };
     let places = Places::new(files.iter().zip(&pieces).map(runs));
-    let mut tensors: Vec<Vec<Placed<'_>>> = Vec::new();
+    let mut ranges: Vec<Vec<Compared<'_>>> = Vec::new();
     for (buffer, (file, pieces)) in files.iter().zip(&pieces).enumerate() {
         let whole = pieces.iter().filter_map(|(range, _, tensor)| tensor.map(|tensor| (range, tensor)));
         let at = |range: &Range<u64>| places.parts.offset(buffer, range.start);
         let placed = whole.map(|(range, n)| (*file, n, at(range), at(range) + (range.end - range.start)));
-        tensors.push(placed.collect());
+        ranges.push(compared(placed));
     }
     let sources = files.iter().map(|file| file.open()).collect::<Result<Vec<_>, _>>()?;
-    let (options, mut watch) = (reader.options(&tensors), reader.while_open(watch));
+    sources.iter().try_for_each(|source| device.refuse_own(&source.path, || source.metadata()))?;
+    let (options, mut watch) = (reader.options(&ranges), reader.while_open(watch));
     // What the limit leaves is for the staging buffers, and no less than they take at least.
     let (least, most) = device.staging.bounds();
     let staging = (reader.budget.limit() - reader.budget.used()).clamp(least, most);
@@ -116,7 +118,7 @@ pub(super) fn read_parts(
         }
         other => other,
     })?;
-    expected::check(&tensors, filled.gone.iter().map(|digests| &**digests))?;
+    check(&ranges, filled.gone.iter().map(|digests| &**digests))?;
     let mut reads = reader.reads.lock().unwrap_or_else(PoisonError::into_inner);
     reads.add(filled.report, files.iter().map(|file| file.path().to_owned()).zip(methods));
     Ok(())

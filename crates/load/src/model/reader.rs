@@ -9,13 +9,14 @@ use dmalane_file::Mode;
 
 use super::block::{Block, model_heap};
 use super::budget::{Budget, Charge};
-use super::expected::{self, Placed};
+use super::expected;
 use super::file::ModelFile;
 use super::plan::{PAGE, Plan};
 use super::report::Reads;
 use crate::container::FormatError;
 use crate::error::Error;
 use crate::fill::{Event, Extent, FilledBuf, Job, Watch};
+use crate::manifest::{Compared, check, hash_regions};
 use crate::read::{Read, ReadFiles, ReadOptions};
 
 /// Files read by one job: what it knows of each takes memory.
@@ -67,30 +68,30 @@ impl Reader {
         files.iter().map(|(_, plan)| self.budget.take(None, plan.memory())).collect()
     }
 
-    /// Runs a job, if it has anything to read, and notes how the files were read. `tensors` are those of each buffer
-    /// that are compared with the manifest.
+    /// Runs a job, if it has anything to read, and notes how the files were read. `compared` are the ranges of each
+    /// buffer, those that are compared with the manifest and those between.
     pub fn run(
         &self,
         files: &[&ModelFile],
         job: Job,
-        tensors: &[Vec<Placed<'_>>],
+        compared: &[Vec<Compared<'_>>],
         watch: &mut Watch<'_>,
     ) -> Result<Vec<FilledBuf>, Error> {
         if job.buffers.is_empty() {
             return Ok(Vec::new());
         }
-        let ReadFiles { filled, methods } = self.fill(model_heap(), files, job, tensors, watch)?;
-        expected::check(tensors, filled.buffers.iter().map(FilledBuf::digests))?;
+        let ReadFiles { filled, methods } = self.fill(model_heap(), files, job, compared, watch)?;
+        check(compared, filled.buffers.iter().map(FilledBuf::digests))?;
         let mut reads = lock(&self.reads);
         reads.add(filled.report, files.iter().map(|file| file.path().to_owned()).zip(methods));
         Ok(filled.buffers)
     }
 
-    /// Settings of a job that reads these tensors. Each of a given number of threads reads a block at a time.
-    pub fn options(&self, tensors: &[Vec<Placed<'_>>]) -> ReadOptions {
+    /// Settings of a job that reads these ranges. Each of a given number of threads reads a block at a time.
+    pub fn options(&self, compared: &[Vec<Compared<'_>>]) -> ReadOptions {
         let mut options = ReadOptions { mode: self.mode, threads: self.threads, ..ReadOptions::default() };
         options.fill.depth = self.threads.map(|_| 1);
-        options.fill.hash_regions = expected::hash_regions(tensors);
+        options.fill.hash_regions = hash_regions(compared);
         options
     }
 
@@ -99,11 +100,11 @@ impl Reader {
         heap: &Pool,
         files: &[&ModelFile],
         job: Job,
-        tensors: &[Vec<Placed<'_>>],
+        compared: &[Vec<Compared<'_>>],
         watch: &mut Watch<'_>,
     ) -> Result<ReadFiles, Error> {
         let sources = files.iter().map(|file| file.open()).collect::<Result<_, _>>()?;
-        let (options, watch) = (self.options(tensors), self.while_open(watch));
+        let (options, watch) = (self.options(compared), self.while_open(watch));
         Read::sources(sources).options(options).job(job).watch(watch).into_memory(heap)
     }
 
@@ -125,8 +126,8 @@ impl Reader {
                 job.extents.extend(plan.extents.iter().map(|e| Extent { source: buffer, buffer, ..*e }));
             }
             let sources: Vec<&ModelFile> = plans.iter().map(|(source, _)| *source).collect();
-            let tensors: Vec<_> = plans.iter().map(|(source, plan)| expected::placed(source, plan)).collect();
-            let mut buffers = self.run(&sources, job, &tensors, watch)?.into_iter();
+            let compared: Vec<_> = plans.iter().map(|(source, plan)| expected::of_plan(source, plan)).collect();
+            let mut buffers = self.run(&sources, job, &compared, watch)?.into_iter();
             for (_, plan) in files {
                 let charge = charges.next();
                 if let Some(kept) = &plan.kept {

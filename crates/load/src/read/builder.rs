@@ -2,7 +2,6 @@
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use dmalane_dma::Heap;
 
@@ -11,7 +10,7 @@ use super::method::ReadFiles;
 use super::options::ReadOptions;
 use crate::error::Error;
 use crate::fill::{Event, FilledBuf, Job, Watch};
-use crate::manifest::{Manifest, check, hash_regions};
+use crate::manifest::{Manifest, check, hash_regions, whole};
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
 
@@ -121,12 +120,11 @@ impl<'a> Read<'a> {
             Some(manifest) => manifest.expect(sources.iter().map(|source| &*source.path).zip(lens()?))?,
             None => Vec::new(),
         };
-        if !expected.is_empty() {
-            options.fill.hash_regions = Some(Arc::new(hash_regions(&expected)));
-        }
+        let compared = whole(&expected);
+        options.fill.hash_regions = hash_regions(&compared).or(options.fill.hash_regions);
         let job = job.map_or_else(|| Ok::<_, Error>(Job::whole(&lens()?)), Ok)?;
         let read = read(ReadTo::Heap(heap), &sources, &job, &options, &mut *watch, true)?;
-        check(&expected, read.filled.buffers.iter().map(FilledBuf::digests))?;
+        check(&compared, read.filled.buffers.iter().map(FilledBuf::digests))?;
         Ok(read)
     }
 }

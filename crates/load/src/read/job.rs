@@ -97,12 +97,7 @@ pub(crate) fn read(
         other => Error::Fill(other),
     })?;
     for (source, plan) in sources.iter().zip(&plans).filter(|_| unchanged) {
-        if let Some(before) = plan.size.filter(|size| plan.end == *size) {
-            let now = source.size()?;
-            if now != before {
-                return Err(Error::Changed { path: source.path.clone(), before, now });
-            }
-        }
+        plan.size.filter(|size| plan.end == *size).map_or(Ok(()), |before| source.check_size(before))?;
     }
     let method = |(i, plan): (usize, Plan)| {
         let copied = from_cache.copied[i].load(Ordering::Relaxed);

@@ -86,7 +86,7 @@ impl Frames {
         }
     }
 
-    /// A run of at most `most` bytes. The caller knows that so much is free.
+    /// A run of at most `most` bytes. The caller knows that there is one.
     fn take(&mut self, most: u64) -> Span<PhysAddr> {
         if self.fragmentation == 0.0 {
             // As a kernel with much free memory gives it: in one piece that large pages fit.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Barrier, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
@@ -350,8 +350,7 @@ impl DriverModel {
     }
 
     fn handle(&self, id: FileId, file: OwnedFd) -> Handle {
-        let model = self.clone();
-        Handle::watched(file, move |_| model.close(id))
+        Handle::of_model(Watched { file, id, model: self.clone() })
     }
 
     /// As [`DriverModel::answer`] for the words of this process.
@@ -403,12 +402,24 @@ impl Kernel for DriverModel {
         let (model, file) = (self.clone(), file.clone());
         (depth > 0).then(|| Box::new(Commands { model, file, depth, ends, ended }) as _)
     }
+}
 
-    fn adopt(&self, file: OwnedFd) -> Handle {
-        match id_of(file.as_raw_fd()) {
-            Some(id) => self.handle(id, file),
-            None => Handle::new(file),
-        }
+/// A file of the driver in this process, which the driver is told of when it is closed.
+struct Watched {
+    file: OwnedFd,
+    id: FileId,
+    model: DriverModel,
+}
+
+impl AsFd for Watched {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.model.close(self.id);
     }
 }
 
