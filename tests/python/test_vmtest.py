@@ -18,7 +18,21 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from vmtest import binaries, cli, debian, initramfs, kernels, mesa, newer_qemu, profiles, qemu, report, served, suites, tables
+from vmtest import (
+    binaries,
+    cli,
+    debian,
+    initramfs,
+    kernels,
+    mesa,
+    newer_qemu,
+    profiles,
+    qemu,
+    report,
+    served,
+    suites,
+    tables,
+)
 from vmtest.settings import Failed, Settings, Skip
 
 KERNELS = """
