@@ -149,3 +149,15 @@ def test_other_devices_give_copies_on_the_host_only(model, device):
         assert capsule.name == name and (version is None or capsule.managed.flags == COPIED)
         copied = ctypes.string_at(capsule.tensor.data, 96)
         assert np.frombuffer(copied, ml_dtypes.bfloat16).tobytes() == tensors["BF16.matrix"][2]
+
+
+def test_a_report_has_the_time_of_verifying(model):
+    def stage(verify):
+        device = dmalane.open("ram:64MiB")
+        tensors, report = device.load([model[0]], verify=verify)
+        [found] = [stage for stage in report["stages"] if stage["stage"] == "verify"]
+        return found["bytes"], found["wall_s"] > 0, sum(tensor.nbytes for tensor in tensors)
+
+    assert stage(False)[:2] == (0, False)
+    compared, took, total = stage(True)
+    assert took and compared == total > 0

@@ -253,7 +253,7 @@ impl Load {
             let bar = Progress::new("verify", self.run.format.shows_progress());
             bar.set_length(loaded.report.bytes);
             let result = device.verify(&loaded, inputs, &mut |n| bar.advance(n));
-            loaded.report.verified = Some(result.map_err(|e| verify_failure(&e))?);
+            loaded.set_verified(result.map_err(|e| verify_failure(&e))?);
             bar.finish();
         }
         let heap_peak = device.heap().stats().peak as u64;

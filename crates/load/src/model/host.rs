@@ -402,7 +402,7 @@ impl HostModel {
         let mut loaded = device.load_checked(&mut inputs, &options.placement, &self.manifest, &mut progress)?;
         if options.verify {
             match device.verify(&loaded, &mut inputs, &mut |_| {}) {
-                Ok(verified) => loaded.report.verified = Some(verified),
+                Ok(verified) => loaded.set_verified(verified),
                 Err(error) => {
                     // The reason for the failure matters more than a second one while cleaning up.
                     let _ = device.unload(loaded);

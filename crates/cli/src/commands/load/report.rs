@@ -77,15 +77,9 @@ impl Outcome {
 
 /// Stages, with the verification as the last where there was one.
 pub(super) fn stages(loaded: &Loaded) -> Vec<MeasuredStage> {
-    let verified = loaded.report.verified;
-    let stage = |mut s: StageReport| {
-        if s.stage == Stage::Verify {
-            let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
-            (s.busy, s.wall, s.bytes) = verified.map(|wall| (wall, wall, bytes))?;
-        }
-        Some(MeasuredStage::new(s, (loaded.report.wall, loaded.report.workers)))
-    };
-    loaded.report.stages.iter().copied().filter_map(stage).collect()
+    let was = |s: &&StageReport| s.stage != Stage::Verify || loaded.report.verified.is_some();
+    let measured = |s: &StageReport| MeasuredStage::new(*s, (loaded.report.wall, loaded.report.workers));
+    loaded.report.stages.iter().filter(was).map(measured).collect()
 }
 
 /// The object that `--json` prints.
