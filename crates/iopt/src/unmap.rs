@@ -66,7 +66,7 @@ struct Cleared<'a, 'd, I, O, A> {
 }
 
 /// The receiver of removed leaves that a device has written to, if anybody asks for them.
-type Dirty<'a, I, O> = Option<&'a mut dyn FnMut(Leaf<I, O>)>;
+pub(crate) type Dirty<'a, I, O> = Option<&'a mut dyn FnMut(Leaf<I, O>)>;
 
 /// Tables for cuts: at most one a level for each end of a span.
 pub(crate) struct Spare<A> {
@@ -94,7 +94,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// unlinked and handed out in the list; give it to [`free_tables`](Self::free_tables) after invalidation.
     ///
     /// What is left of a split leaf keeps its mark, and one that a device sets meanwhile; those of what goes are told
-    /// by [`unmap_dirty`](Self::unmap_dirty) alone.
+    /// by [`unmap_dirty`](Self::unmap_dirty) and `clear_into`.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to
@@ -121,7 +121,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`linked_tables`](Self::linked_tables): then this asks for no memory. Gives what [`FlushList::span`] and
     /// [`FlushList::bytes`] would be.
     ///
-    /// With `invalidate`, leaves that are split go by break-before-make, as in a [`cut`](Self::cut).
+    /// With `invalidate`, leaves that are split go by break-before-make, as in a [`cut`](Self::cut). `dirty` is told of
+    /// marks as in [`unmap_dirty`](Self::unmap_dirty), of none where the format has no marks.
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
@@ -132,7 +133,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         span: Span<I>,
         tables: &mut alloc::vec::Vec<T::Addr>,
         invalidate: Option<&mut dyn FnMut(Span<I>)>,
+        dirty: Option<&mut dyn FnMut(Leaf<I, O>)>,
     ) -> Result<(Span<I>, u64), Error> {
+        if dirty.is_some() {
+            self.check_span(span)?;
+            return self.unmap_all(span, Detach::Covered, tables, dirty, invalidate);
+        }
         if self.clear_one(span, Detach::Covered) {
             return Ok((span, F::GRANULE.bytes()));
         }

@@ -577,14 +577,18 @@ fn replace_pages<F: Format>() {
         let memory = Stale::new();
         let mut table = Table::<F, _>::new(memory.clone()).unwrap();
         let at = 2 * block + start * page;
-        assert_eq!(table.replace_pages(Iova::new(at), 22, list.iter().copied(), Access::READ), (0, 0), "no table");
+        assert_eq!(
+            table.replace_pages(Iova::new(at), 22, list.iter().copied(), Access::READ, None),
+            (0, 0),
+            "no table"
+        );
         let old = (0..entries).map(|n| Segment { addr: PhysAddr::new((2 * n + 1) * page), len: page });
         table.map_list(Iova::new(2 * block), old, Access::READ).unwrap();
         for hole in [at + page, at + 2 * page] {
             assert!(table.clear_leaf(Iova::new(hole)));
         }
         let before = leaves(&table);
-        let replaced = table.replace_pages(Iova::new(at), 22, list.iter().copied(), Access::READ);
+        let replaced = table.replace_pages(Iova::new(at), 22, list.iter().copied(), Access::READ, None);
         if F::GROUP_BITS.iter().any(|&bits| bits > 0) {
             assert_eq!((replaced, leaves(&table)), ((0, 0), before), "groups are not replaced in place");
             return;
@@ -817,7 +821,28 @@ fn protect<F: Format>() {
         let flush = table.protect(span(at, page), Access::RW).unwrap();
         table.free_tables(flush);
         assert!(count(&mut table) >= written, "the mark stays");
+        // Where the mark is the right to write, it goes with it.
+        marked_leaves(&mut table, leaf.at);
+        let flush = table.protect(span(at, page), Access::READ).unwrap();
+        table.free_tables(flush);
+        has(&table, at, at + page, Access::READ);
     }
+}
+
+/// A page that a device has written to is told of when another takes its place, and the new one is not marked.
+#[test]
+fn replaced_pages_tell_of_their_marks() {
+    type F = dmalane_iopt::VtdSecond48;
+    let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    let page = |n: u64| PhysAddr::new(n << 12);
+    table.map(Iova::new(0), page(0), 3 << 12, Access::RW).unwrap();
+    write_through(&mut table, 1 << 12);
+    let written = table.lookup(Iova::new(1 << 12)).unwrap();
+    let list = [8, 4, 6].map(|n| Segment { addr: page(n), len: 4096 });
+    let mut told = Vec::new();
+    let replaced = table.replace_pages(Iova::new(0), 3, list, Access::RW, Some(&mut |leaf| told.push(leaf)));
+    assert_eq!((replaced, told), ((3, 3), vec![written]));
+    assert_eq!(table.take_dirty(span(0, 3 << 12), |_| ()), Ok(0));
 }
 
 /// Marks the leaf at `at` as a device does, and gives 1.
