@@ -18,7 +18,7 @@ use crate::format::{
     page_size, same_table, second_size, shift, table_offset,
 };
 use crate::list::{self, List};
-use crate::unmap::{Detach, count_pages};
+use crate::unmap::{Detach, Dirty, count_pages};
 use crate::{Entry, Error, Format, Leaf, NamedAddr, PageTable, Tables, slots};
 
 /// Single pages taken from a list in one turn of the loop.
@@ -199,9 +199,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// break-before-make); the device may remember it until it has invalidated the span. Gives the number of pages
     /// written, and of those among them that were mapped before.
     ///
-    /// With `dirty`, each entry is taken by an atomic exchange, and it is called for those that a device has written
-    /// through, as in [`unmap_dirty`](Self::unmap_dirty); never where the format has no marks. Without it marks go with
-    /// their entries, which is faster.
+    /// Their marks go with them, and [`replace_pages_dirty`](Self::replace_pages_dirty) alone tells of them.
     ///
     /// Stops at the end of the table and at a segment that cannot be mapped. Does nothing where there is no table, nor
     /// for formats with groups: [`clear`](Self::clear) and [`map_sg`](Self::map_sg) of the rest do it, or say why not.
@@ -212,7 +210,32 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         pages: usize,
         segments: impl IntoIterator<Item = Segment<O>>,
         access: Access,
-        dirty: Option<&mut dyn FnMut(Leaf<I, O>)>,
+    ) -> (usize, u64) {
+        self.replace(at, pages, segments, access, None)
+    }
+
+    /// The same, and calls `each` for those that a device has written through, as in
+    /// [`unmap_dirty`](Self::unmap_dirty): each entry is taken by an atomic exchange. Never where the format has no
+    /// marks.
+    pub fn replace_pages_dirty(
+        &mut self,
+        at: I,
+        pages: usize,
+        segments: impl IntoIterator<Item = Segment<O>>,
+        access: Access,
+        mut each: impl FnMut(Leaf<I, O>),
+    ) -> (usize, u64) {
+        self.replace(at, pages, segments, access, Some(&mut each))
+    }
+
+    #[inline]
+    fn replace(
+        &mut self,
+        at: I,
+        pages: usize,
+        segments: impl IntoIterator<Item = Segment<O>>,
+        access: Access,
+        dirty: Dirty<'_, I, O>,
     ) -> (usize, u64) {
         let kind = Kind::single(F::LEVELS - 1);
         let beyond = !(self.input_len() - F::GRANULE.bytes());

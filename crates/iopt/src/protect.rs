@@ -77,26 +77,27 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     let kind = Kind::of::<F>(level, entry);
                     let leaf = k..k + kind.entries::<F>();
                     let size = kind.size::<F>();
+                    let encode = if kind.group { F::encode_member } else { F::encode_leaf };
+                    let keeps = change.dirty.is_none() && can_be_marked::<F>(level, encode(level, out, change.access));
                     let mut dirty = false;
                     if let Some(invalidate) = &mut change.invalidate
                         && (kind.group || (old ^ change.access).intersects(Access::MMIO | Access::UNCACHED))
                     {
                         dirty = self.break_entries(table, leaf.clone(), at, size, &mut **invalidate);
                     }
-                    let encode = if kind.group { F::encode_member } else { F::encode_leaf };
                     let mut to = out;
                     let new = || {
                         let entry = encode(level, to, change.access);
                         to += page;
-                        marked::<F>(entry, false)
+                        marked::<F>(entry, keeps && dirty)
                     };
-                    dirty |= slots::exchange::<F, T>(&mut self.tables, table, leaf.clone(), new);
+                    let late = slots::exchange::<F, T>(&mut self.tables, table, leaf.clone(), new);
                     slots::clean::<F, T>(&mut self.tables, table, leaf.clone());
                     match &mut change.dirty {
-                        Some(each) if dirty => each(Leaf { at: I::new(at), to: O::new(out), size, access: old }),
-                        None if dirty && can_be_marked::<F>(level, encode(level, out, change.access)) => {
-                            self.mark(table, leaf);
+                        Some(each) if dirty || late => {
+                            each(Leaf { at: I::new(at), to: O::new(out), size, access: old });
                         }
+                        None if late && keeps => self.mark(table, leaf),
                         _ => {}
                     }
                     bytes += size.bytes();

@@ -413,12 +413,12 @@ fn marks_taken<T: Tables<Addr = PhysAddr> + 'static>(
         let flush = table.unmap_dirty(page(0), tell).unwrap();
         table.free_tables(flush);
     });
-    explore("clear_into", |table, tell| {
-        table.clear_into(page(0), &mut Vec::new(), None, Some(tell)).unwrap();
+    explore("clear_dirty_into", |table, tell| {
+        table.clear_dirty_into(page(0), &mut Vec::new(), None, tell).unwrap();
     });
-    explore("replace_pages", |table, tell| {
+    explore("replace_pages_dirty", |table, tell| {
         let segment = Segment { addr: place(1), len: PAGE };
-        assert_eq!(table.replace_pages(page(0).first(), 1, [segment], Access::RW, Some(tell)), (1, 1));
+        assert_eq!(table.replace_pages_dirty(page(0).first(), 1, [segment], Access::RW, tell), (1, 1));
     });
     explore("protect_with", |table, tell| {
         let flush = table.protect_with(page(0), Access::RW, None, Some(tell)).unwrap();

@@ -270,7 +270,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             } else if self.breaking.0.is_none() {
                 let (pages, record) = ((end - at + 1) as usize, record.advance(at - first));
                 let segments = segments::<F>(self.null, self.slots.get(record.slot()), record, at, end);
-                let (done, old) = self.table.replace_pages(Self::va(at), pages, segments, record.access(), None);
+                let (done, old) = self.table.replace_pages(Self::va(at), pages, segments, record.access());
                 if done > 0 {
                     from += done as u64;
                     unmapped += old;
@@ -359,7 +359,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut unmapped = 0;
         records.take_slot(slots, slot, pages, &mut |gone| match gone {
             Gone::Pages(first, last) => {
-                let cleared = table.clear_into(Self::span(first, last), &mut lists.tables, breaking.hook(), None);
+                let cleared = table.clear_into(Self::span(first, last), &mut lists.tables, breaking.hook());
                 breaking.unmapped(cleared.expect("nothing is cut: no table is needed").0, lists);
                 unmapped += last - first + 1;
             }
@@ -376,7 +376,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline]
     fn clear(&mut self, first: u64, last: u64) -> u64 {
         let Self { table, scratch: Scratch { lists, .. }, breaking, .. } = self;
-        let cleared = table.clear_into(Self::span(first, last), &mut lists.tables, breaking.hook(), None);
+        let cleared = table.clear_into(Self::span(first, last), &mut lists.tables, breaking.hook());
         let (span, bytes) = cleared.expect(RESERVED);
         breaking.unmapped(span, lists);
         bytes >> F::GRANULE.log2()

@@ -292,7 +292,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Some(Committed::one(span, F::GRANULE.bytes()));
         }
         // A page of a group, in a chunk that stays in use: no table is needed or detached.
-        let cleared = self.table.clear_into(span, &mut Vec::new(), self.breaking.hook(), None);
+        let cleared = self.table.clear_into(span, &mut Vec::new(), self.breaking.hook());
         let (span, bytes) = cleared.expect("what is bound is mapped");
         Some(Committed::one(span, bytes))
     }
@@ -308,7 +308,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.slots.unbound(record.slot(), 1);
         let released = self.slots.end_plan();
         // A leaf of its own, or one of a group, which is then split within its table.
-        let cleared = self.table.clear_into(span, &mut Vec::new(), self.breaking.hook(), None);
+        let cleared = self.table.clear_into(span, &mut Vec::new(), self.breaking.hook());
         let (span, bytes) = cleared.expect("what is bound is mapped");
         Some(Committed { released, ..Committed::one(span, bytes) })
     }

@@ -216,9 +216,14 @@ impl<F: Format> Model<F> {
             }
             9 | 10 => {
                 let mut tables = Vec::new();
-                let dirty = (random == 9).then_some(&mut tell as &mut dyn FnMut(Leaf<Iova, PhysAddr>));
-                *(if dirty.is_some() { &mut gone } else { &mut dropped }) = Some(span);
-                (forget, _) = self.table.clear_into(span, &mut tables, hook, dirty).unwrap();
+                let cleared = if random == 9 {
+                    gone = Some(span);
+                    self.table.clear_dirty_into(span, &mut tables, hook, &mut tell)
+                } else {
+                    dropped = Some(span);
+                    self.table.clear_into(span, &mut tables, hook)
+                };
+                forget = cleared.unwrap().0;
                 device.invalidate(forget);
                 self.table.free_detached(tables);
             }
@@ -227,7 +232,7 @@ impl<F: Format> Model<F> {
                 let to = |at: u64| Segment { addr: PhysAddr::new(at + elsewhere), len: page };
                 let list = (0..span.len() / page).map(|n| to(span.first().bits() + n * page));
                 let pages = (span.len() / page) as usize;
-                let (done, _) = self.table.replace_pages(span.first(), pages, list, Access::RW, Some(&mut tell));
+                let (done, _) = self.table.replace_pages_dirty(span.first(), pages, list, Access::RW, &mut tell);
                 asked = Span::new(span.first(), done as u64 * page);
             }
             13 => {
