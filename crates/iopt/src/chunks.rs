@@ -8,7 +8,7 @@ pub(crate) fn in_chunks<T: ?Sized>(
     tables: &mut T,
     range: Range<usize>,
     load: impl Fn(&T, usize) -> u64,
-    store: impl Fn(&mut T, usize, u64),
+    mut store: impl FnMut(&mut T, usize, u64),
     mut each: impl FnMut(&mut [u64]) -> usize,
 ) -> usize {
     const LARGEST: usize = 64;

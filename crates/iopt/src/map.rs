@@ -12,13 +12,14 @@ use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSizes, Segment, Span};
 
+use crate::chunks::in_chunks;
 use crate::format::{
-    Kind, encode_output, encode_template, entries, group_bits, has_groups, index, leaf_kind, next_table, page_size,
-    same_table, second_size, shift, table_offset,
+    Kind, encode_output, encode_template, entries, group_bits, has_groups, index, is_dirty, leaf_kind, next_table,
+    page_size, same_table, second_size, shift, table_offset,
 };
 use crate::list::{self, List};
-use crate::unmap::{Detach, count_pages};
-use crate::{Entry, Error, Format, NamedAddr, PageTable, Tables, slots};
+use crate::unmap::{Detach, Dirty, count_pages};
+use crate::{Entry, Error, Format, Leaf, NamedAddr, PageTable, Tables, slots};
 
 /// Single pages taken from a list in one turn of the loop.
 const STEP: usize = 8;
@@ -196,8 +197,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps pages over what is mapped there, in one table of the last level: up to `pages` from `at` on, to those of
     /// the segments. An entry that was valid is replaced by one store, with no invalid one between (no Arm
     /// break-before-make); the device may remember it until it has invalidated the span. Gives the number of pages
-    /// written, and of those among them that were mapped before. Their marks go with them
-    /// ([`unmap_dirty`](Self::unmap_dirty) first tells of them).
+    /// written, and of those among them that were mapped before.
+    ///
+    /// Their marks go with them, and [`replace_pages_dirty`](Self::replace_pages_dirty) alone tells of them.
     ///
     /// Stops at the end of the table and at a segment that cannot be mapped. Does nothing where there is no table, nor
     /// for formats with groups: [`clear`](Self::clear) and [`map_sg`](Self::map_sg) of the rest do it, or say why not.
@@ -208,6 +210,32 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         pages: usize,
         segments: impl IntoIterator<Item = Segment<O>>,
         access: Access,
+    ) -> (usize, u64) {
+        self.replace(at, pages, segments, access, None)
+    }
+
+    /// The same, and calls `each` for those that a device has written through, as in
+    /// [`unmap_dirty`](Self::unmap_dirty): each entry is taken by an atomic exchange. Never where the format has no
+    /// marks.
+    pub fn replace_pages_dirty(
+        &mut self,
+        at: I,
+        pages: usize,
+        segments: impl IntoIterator<Item = Segment<O>>,
+        access: Access,
+        mut each: impl FnMut(Leaf<I, O>),
+    ) -> (usize, u64) {
+        self.replace(at, pages, segments, access, Some(&mut each))
+    }
+
+    #[inline]
+    fn replace(
+        &mut self,
+        at: I,
+        pages: usize,
+        segments: impl IntoIterator<Item = Segment<O>>,
+        access: Access,
+        dirty: Dirty<'_, I, O>,
     ) -> (usize, u64) {
         let kind = Kind::single(F::LEVELS - 1);
         let beyond = !(self.input_len() - F::GRANULE.bytes());
@@ -220,13 +248,31 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let range = first..(first + pages).min(entries::<F>(kind.level));
         let mut source = Source::<F, O, _>::new(segments.into_iter());
         let (mut next, mut old) = (first, 0);
-        let done = slots::edit::<F, T>(&mut self.tables, table, range, |entries| {
-            let (valid, _) = count_pages::<F>(entries);
+        let mut fill = |entries: &mut [u64]| {
             let (written, _) = source.fill(entries, next, true, template, true); // not blank: whatever is there goes
-            old += valid - count_pages::<F>(&entries[written..]).0;
             next += written;
             written
-        });
+        };
+        let done = match dirty.filter(|_| F::DIRTY != 0) {
+            Some(each) => {
+                let exchange = |tables: &mut T, i: usize, entry| {
+                    let was = tables.exchange(table, i, entry);
+                    let Entry::Leaf { out, access } = F::decode(kind.level, was) else { return };
+                    old += 1;
+                    if is_dirty::<F>(was) {
+                        let at = I::new(at.bits() + ((i - first) as u64 * F::GRANULE.bytes()));
+                        each(Leaf { at, to: O::new(out), size: F::GRANULE, access });
+                    }
+                };
+                in_chunks(&mut self.tables, range, |_, _| 0, exchange, fill)
+            }
+            None => slots::edit::<F, T>(&mut self.tables, table, range, |entries| {
+                let (valid, _) = count_pages::<F>(entries);
+                let written = fill(entries);
+                old += valid - count_pages::<F>(&entries[written..]).0;
+                written
+            }),
+        };
         slots::clean::<F, T>(&mut self.tables, table, first..first + done);
         self.uncount(kind.level, old, 0);
         self.count(kind, done as u64);

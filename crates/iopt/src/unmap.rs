@@ -66,7 +66,7 @@ struct Cleared<'a, 'd, I, O, A> {
 }
 
 /// The receiver of removed leaves that a device has written to, if anybody asks for them.
-type Dirty<'a, I, O> = Option<&'a mut dyn FnMut(Leaf<I, O>)>;
+pub(crate) type Dirty<'a, I, O> = Option<&'a mut dyn FnMut(Leaf<I, O>)>;
 
 /// Tables for cuts: at most one a level for each end of a span.
 pub(crate) struct Spare<A> {
@@ -94,7 +94,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// unlinked and handed out in the list; give it to [`free_tables`](Self::free_tables) after invalidation.
     ///
     /// What is left of a split leaf keeps its mark, and one that a device sets meanwhile; those of what goes are told
-    /// by [`unmap_dirty`](Self::unmap_dirty) alone.
+    /// by [`unmap_dirty`](Self::unmap_dirty) and `clear_dirty_into`.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to
@@ -137,6 +137,22 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return Ok((span, F::GRANULE.bytes()));
         }
         self.unmap_more(span, Detach::Covered, tables, invalidate)
+    }
+
+    /// The same, and calls `each` as [`unmap_dirty`](Self::unmap_dirty) does; never where the format has no marks.
+    ///
+    /// # Errors
+    /// As [`unmap`](Self::unmap).
+    #[cfg(feature = "alloc")]
+    pub fn clear_dirty_into(
+        &mut self,
+        span: Span<I>,
+        tables: &mut alloc::vec::Vec<T::Addr>,
+        invalidate: Option<&mut dyn FnMut(Span<I>)>,
+        mut each: impl FnMut(Leaf<I, O>),
+    ) -> Result<(Span<I>, u64), Error> {
+        self.check_span(span)?;
+        self.unmap_all(span, Detach::Covered, tables, Some(&mut each), invalidate)
     }
 
     /// Unmaps the page at `at` if a leaf of its own maps it, and gives true; otherwise changes nothing. No table is
@@ -461,18 +477,18 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let start = at & !(size.bytes() - 1);
         let first = index::<F>(start, kind.level);
         let entries = first..first + kind.entries::<F>();
-        let mut dirty = ready(self, Split { table, entries: entries.clone(), at: start, size });
+        let dirty = ready(self, Split { table, entries: entries.clone(), at: start, size });
         self.uncount(kind.level, kind.entries::<F>() as u64, kind.entries::<F>() as u64);
         self.count(Kind::single(kind.level), entries.len() as u64);
         let page = page_size::<F>(kind.level).bytes();
         let part = || {
             let entry = F::encode_leaf(kind.level, to.0, to.1);
             to.0 += page;
-            marked::<F>(entry, false)
+            marked::<F>(entry, dirty)
         };
-        dirty |= slots::exchange::<F, T>(&mut self.tables, table, entries.clone(), part);
+        let late = slots::exchange::<F, T>(&mut self.tables, table, entries.clone(), part);
         slots::clean::<F, T>(&mut self.tables, table, entries.clone());
-        if dirty {
+        if late {
             self.mark(table, entries);
         }
     }

@@ -16,8 +16,8 @@ extern crate alloc; // as `pool.rs` has it
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-use dmalane_addr::{Access, Iova, PageSize, PageSizes, PhysAddr, Span};
-use dmalane_iopt::{Entry, Error, FaultKind, Format, PageTable, Register, Registers, TableShape, Tables, walk};
+use dmalane_addr::{Access, Iova, PageSize, PageSizes, PhysAddr, Segment, Span};
+use dmalane_iopt::{Entry, Error, FaultKind, Format, Leaf, PageTable, Register, Registers, TableShape, Tables, walk};
 use loom::sync::atomic;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
@@ -28,6 +28,10 @@ mod pool;
 mod words;
 
 use pool::{LocalPool, TablePool};
+
+/// Set by a device in a leaf that it uses, and in one that it writes through.
+const ACCESSED: u64 = 1 << 4;
+const DIRTY: u64 = 1 << 5;
 
 /// Tables of two entries, so that a thread has few steps: bit 0 valid, bit 1 in a leaf.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +45,7 @@ impl<const L: u32> Format for Tiny<L> {
     const INPUT_BITS: u32 = 12 + L;
     const OUTPUT_BITS: u32 = 32;
     const PAGE_SIZES: PageSizes = PageSizes::from_bits(1 << 12);
+    const DIRTY: u64 = DIRTY;
 
     fn supports(access: Access) -> bool {
         access == Access::RW
@@ -354,6 +359,103 @@ fn a_freed_table_is_taken_once() {
     });
 }
 
+type Told<'a> = &'a mut dyn FnMut(Leaf<Iova, PhysAddr>);
+
+/// A device writes through a page, which is marked `before`, while marks are taken: it is told of, then or the next
+/// time, and no bit is lost that nobody has cleared.
+fn written<T: Tables<Addr = PhysAddr>>(
+    of: impl Fn(Shared, &'static [AtomicU64]) -> T,
+    before: u64,
+    take: impl Fn(&mut Table<Tiny<2>, T>, Told<'_>),
+) {
+    type F = Tiny<2>;
+    let (pool, memory) = pool::<F>(2);
+    let mut table = Table::<F, T>::new(of(pool, memory)).unwrap();
+    map(&mut table, 0);
+    let mut at = 0;
+    let walked = walk::<F>(table.root().bits(), 0, |word| {
+        at = word;
+        pool.read(word)
+    });
+    assert_eq!(walked.map(|walked| walked.to), Ok(place(0).bits()));
+    let entry = &memory[(at - BASE) as usize / 8];
+    entry.fetch_or(before, Ordering::Relaxed);
+    let device = thread::spawn(move || {
+        let mut seen = entry.load(Ordering::Acquire);
+        // As hardware does it: again when the entry has changed, until it is not valid or has both bits.
+        while seen & 1 != 0 && seen & (ACCESSED | DIRTY) != ACCESSED | DIRTY {
+            match entry.compare_exchange(seen, seen | ACCESSED | DIRTY, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return true,
+                Err(now) => seen = now,
+            }
+        }
+        false
+    });
+    let mut told = 0;
+    take(&mut table, &mut |_| told += 1);
+    let wrote = device.join().unwrap();
+    if before != 0 {
+        assert_eq!(entry.load(Ordering::Acquire) & ACCESSED != 0, wrote, "the device's own bit is lost");
+    }
+    told += table.take_dirty(page(0), |_| ()).unwrap();
+    assert_eq!(told > 0, wrote || before != 0, "the device's mark is lost");
+}
+
+/// Every way to take a mark.
+fn marks_taken<T: Tables<Addr = PhysAddr> + 'static>(
+    name: &str,
+    of: impl Fn(Shared, &'static [AtomicU64]) -> T + Copy + Send + Sync + 'static,
+) {
+    let explore = |what: &str, model: fn(&mut Table<Tiny<2>, T>, Told<'_>)| {
+        explore(&format!("{name}: {what}"), None, move || written(of, 0, model));
+    };
+    explore("unmap_dirty", |table, tell| {
+        let flush = table.unmap_dirty(page(0), tell).unwrap();
+        table.free_tables(flush);
+    });
+    explore("clear_dirty_into", |table, tell| {
+        table.clear_dirty_into(page(0), &mut Vec::new(), None, tell).unwrap();
+    });
+    explore("replace_pages_dirty", |table, tell| {
+        let segment = Segment { addr: place(1), len: PAGE };
+        assert_eq!(table.replace_pages_dirty(page(0).first(), 1, [segment], Access::RW, tell), (1, 1));
+    });
+    explore("protect_with", |table, tell| {
+        let flush = table.protect_with(page(0), Access::RW, None, Some(tell)).unwrap();
+        table.free_tables(flush);
+    });
+}
+
+fn mark_cleared<T: Tables<Addr = PhysAddr> + 'static>(
+    name: &str,
+    of: impl Fn(Shared, &'static [AtomicU64]) -> T + Send + Sync + 'static,
+) {
+    explore(name, None, move || {
+        written(&of, DIRTY, |table, tell| assert_eq!(table.take_dirty(page(0), tell), Ok(1)));
+    });
+}
+
+#[test]
+fn a_device_marks_meanwhile() {
+    marks_taken("a_device_marks_meanwhile", |pool, _| pool);
+    marks_taken("a_device_marks_meanwhile, a local pool", |pool, _| pool.local(0));
+    mark_cleared("a_device_marks_meanwhile: take_dirty", |pool, _| pool);
+    mark_cleared("a_device_marks_meanwhile: take_dirty, a local pool", |pool, _| pool.local(0));
+}
+
+/// [`Linking`] has `exchange` and `clear_bits` of the trait: a load and a store.
+#[test]
+#[should_panic(expected = "the device's mark is lost")]
+fn caught_a_mark_taken_by_a_load_and_a_store() {
+    marks_taken("caught_a_mark_taken_by_a_load_and_a_store", Linking::by(Link::Right));
+}
+
+#[test]
+#[should_panic(expected = "the device's own bit is lost")]
+fn caught_a_mark_cleared_by_a_load_and_a_store() {
+    mark_cleared("caught_a_mark_cleared_by_a_load_and_a_store", Linking::by(Link::Right));
+}
+
 /// How a table is linked.
 #[derive(Clone, Copy)]
 enum Link {
@@ -374,7 +476,7 @@ struct Linking {
 }
 
 impl Linking {
-    fn by(link: Link) -> impl Fn(Shared, &'static [AtomicU64]) -> Self {
+    fn by(link: Link) -> impl Fn(Shared, &'static [AtomicU64]) -> Self + Copy {
         move |pool, memory| Self { pool, memory, link }
     }
 }

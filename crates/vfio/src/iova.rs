@@ -97,10 +97,11 @@ impl Iovas {
         if !span.is_aligned(space.page) {
             return Err(RangeError::BadLength { len: span.len(), page: space.page }.into());
         }
-        let begins_at_0 = |hole: &Lease<Iova>| hole.span().first() == span.first() && span.first().bits() == 0;
-        let usable = space.ranges.iter().any(|range| range.covers(&span));
-        if usable && let Some(first) = space.holes.iter().position(begins_at_0) {
-            space.iovas.free(space.holes.swap_remove(first));
+        if span.first().bits() == 0 && space.ranges.iter().any(|range| range.covers(&span)) {
+            // More than one where leases of smaller pages lay in it.
+            for hole in space.holes.extract_if(.., |hole| hole.span().first().bits() < space.page.bytes()) {
+                space.iovas.free(hole);
+            }
         }
         let taken = space.iovas.reserve(span);
         space.exclude_first(); // where that failed
@@ -222,6 +223,19 @@ mod tests {
         assert!(matches!(iovas.reserve(span(0x2_0800, 0x2_17ff)), Err(Error::Iova(RangeError::BadLength { .. }))));
     }
 
+    /// An IOMMU with larger pages comes while some of the first one are taken: later all of it can be had.
+    #[test]
+    fn the_page_at_0_is_taken_in_pieces() {
+        let info = |page| sys::IommuInfo { page, ranges: vec![span(0, 0xf_ffff)], left: None };
+        let mut iovas = Iovas::default();
+        iovas.update(info(0x1000));
+        let [first, third] = [0, 0x2000].map(|at| iovas.reserve(span(at, at | 0xfff)).unwrap());
+        iovas.update(info(0x1_0000));
+        iovas.free(third);
+        iovas.free(first);
+        assert_eq!(iovas.reserve(span(0, 0xffff)).unwrap().span(), span(0, 0xffff));
+    }
+
     #[test]
     fn an_iommu_that_reports_nothing() {
         let mut iovas = Iovas::default();
@@ -256,13 +270,16 @@ mod tests {
         ranges: Vec<Span<Iova>>,
         page: u64,
         held: Vec<Lease<Iova>>,
+        /// How often memory was refused and given.
         results: [usize; 2],
+        /// How often what was asked for was.
+        reserved: [usize; 2],
     }
 
     impl Model {
         fn new(seed: u64, top: u64) -> Self {
             let (iovas, ranges) = (Iovas::default(), Vec::new());
-            Self { random: seed, top, iovas, ranges, page: 4096, held: Vec::new(), results: [0; 2] }
+            Self { random: seed, top, iovas, ranges, page: 4096, held: Vec::new(), results: [0; 2], reserved: [0; 2] }
         }
 
         fn random(&mut self, below: u64) -> u64 {
@@ -275,6 +292,7 @@ mod tests {
             for _ in 0..operations {
                 match self.random(40) {
                     0 => self.update(),
+                    20..28 => self.reserve(),
                     1..20 if !self.held.is_empty() => {
                         let at = self.random(self.held.len() as u64) as usize;
                         let lease = self.held.swap_remove(at);
@@ -283,14 +301,16 @@ mod tests {
                     _ => self.allocate(),
                 }
             }
-            assert!(operations < 1000 || self.results.iter().all(|n| *n > operations / 50), "{:?}", self.results);
+            let all = self.results.iter().chain(&self.reserved);
+            let often = all.clone().all(|n| *n > operations / 50);
+            assert!(operations < 1000 || often, "{:?}", all.collect::<Vec<_>>());
         }
 
         /// Some ranges within three windows of 64 pages, whose ends may lie within pages.
         fn update(&mut self) {
             self.page = 4096 << (2 * (self.random(8) / 3));
             self.ranges.clear();
-            for window in [0, 0xfee0_0000 - (32 << 12), self.top - (64 << 12) + 1] {
+            for window in self.windows() {
                 for _ in 0..1 + self.random(3) {
                     let ends = [(); 2].map(|()| match self.random(3) {
                         0 => self.random(64 << 12),
@@ -304,12 +324,36 @@ mod tests {
             self.iovas.update(sys::IommuInfo { page: self.page, ranges: self.ranges.clone(), left: None });
         }
 
-        /// True for a page of the IOMMU that ranges cover, and nobody has.
-        fn is_free(&self, page: u64) -> bool {
-            let Some(page) = Span::new(Iova::new(page), self.page) else { return false };
-            page.first().bits() > 0
-                && holes(page, &self.ranges).is_empty()
-                && self.held.iter().all(|held| held.span().intersect(&page).is_none())
+        /// Where windows of 64 pages start.
+        fn windows(&self) -> [u64; 3] {
+            [0, 0xfee0_0000 - (32 << 12), self.top - (64 << 12) + 1]
+        }
+
+        /// True for IOVAs that ranges cover, and nobody has.
+        fn is_free(&self, span: Span<Iova>) -> bool {
+            holes(span, &self.ranges).is_empty() && self.held.iter().all(|held| held.span().intersect(&span).is_none())
+        }
+
+        /// True for a page of the IOMMU that may be allocated.
+        fn is_free_page(&self, page: u64) -> bool {
+            page > 0 && Span::new(Iova::new(page), self.page).is_some_and(|page| self.is_free(page))
+        }
+
+        /// Of IOVAs that are asked for, all that are free are given, with the page at 0 too if one range has them.
+        fn reserve(&mut self) {
+            let (window, unaligned) = (self.windows()[self.random(3) as usize], self.random(8) == 0);
+            let first = window + (self.random(64) << if unaligned { 11 } else { 12 });
+            let first = if unaligned { first } else { first & !(self.page - 1) };
+            let Some(span) = Span::new(Iova::new(first), self.page * (1 + self.random(4))) else { return };
+            let aligned = first.is_multiple_of(self.page);
+            let one = first > 0 || self.ranges.iter().any(|range| range.covers(&span));
+            let got = self.iovas.reserve(span);
+            self.reserved[usize::from(got.is_ok())] += 1;
+            assert_eq!(got.is_ok(), aligned && one && self.is_free(span), "{span} in {:?}: {got:?}", self.ranges);
+            if let Ok(lease) = got {
+                assert_eq!(lease.span(), span);
+                self.held.push(lease);
+            }
         }
 
         fn allocate(&mut self) {
@@ -321,7 +365,7 @@ mod tests {
             match got {
                 Ok(lease) => {
                     assert!(lease.span().len() == len && lease.span().first().bits().is_multiple_of(page));
-                    assert!(pages(lease.span().first().bits()).all(|page| self.is_free(page)), "{}", lease.span());
+                    assert!(pages(lease.span().first().bits()).all(|page| self.is_free_page(page)), "{}", lease.span());
                     self.held.push(lease);
                 }
                 Err(_) => {
@@ -329,7 +373,7 @@ mod tests {
                         let first = range.first().bits() & !(page - 1);
                         (first..=range.last().bits()).step_by(page as usize)
                     });
-                    let fits = starts.find(|at| pages(*at).all(|page| self.is_free(page)));
+                    let fits = starts.find(|at| pages(*at).all(|page| self.is_free_page(page)));
                     assert_eq!(fits, None, "{len:#x} bytes are free in {:?}", self.ranges);
                 }
             }

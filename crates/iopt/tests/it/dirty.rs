@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use crate::formats::{Sizes, sizes};
-use dmalane_addr::{Access, Iova, PhysAddr, Span};
+use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
 use dmalane_iopt::{Error, Format, HeapTables, Leaf, PageTable, TableShape, Tables, walk};
 
 /// Heap tables with a device that writes through them before every step of the owner.
@@ -18,10 +18,11 @@ struct Device<F> {
     random: Cell<u64>,
     /// Pages to choose from for a write.
     targets: RefCell<Vec<u64>>,
-    /// Leaves that it knows to be marked, so that it marks nothing on a write: start and length.
-    cached: RefCell<BTreeMap<u64, u64>>,
-    /// Pages it has written to that nobody was told of, and whether it has looked at the tables for the last write.
-    written: RefCell<BTreeMap<u64, bool>>,
+    /// Leaves that it knows to be marked, so that it marks nothing on a write: start, length and where they lead.
+    cached: RefCell<BTreeMap<u64, (u64, u64)>>,
+    /// Pages it has written to that nobody was told of, by what it asked for and where that led, and whether it has
+    /// looked at the tables for the last write.
+    written: RefCell<BTreeMap<(u64, u64), bool>>,
     steps: Cell<u64>,
     format: std::marker::PhantomData<F>,
 }
@@ -39,9 +40,9 @@ impl<F: Format> Device<F> {
         let targets = self.targets.borrow();
         let at = targets[self.random(targets.len() as u64) as usize];
         self.steps.set(self.steps.get() + 1);
-        let cached = self.cached.borrow().range(..=at).next_back().is_some_and(|(first, len)| at - first < *len);
-        if cached {
-            self.written.borrow_mut().entry(at).or_insert(false);
+        let cached = self.cached.borrow().range(..=at).next_back().map(|(first, leaf)| (at - first, *leaf));
+        if let Some((offset, (_, to))) = cached.filter(|(offset, (len, _))| offset < len) {
+            self.written.borrow_mut().entry((at, to + offset)).or_insert(false);
             return;
         }
         let mut heap = self.heap.borrow_mut();
@@ -56,26 +57,38 @@ impl<F: Format> Device<F> {
         }
         let word = heap.read(entry).unwrap();
         heap.store(PhysAddr::new(entry), 0, if F::DIRTY_IS_CLEAR { word & !F::DIRTY } else { word | F::DIRTY });
-        self.written.borrow_mut().insert(at, true);
+        self.written.borrow_mut().insert((at, walked.to), true);
         if self.random(2) == 0 {
-            self.cached.borrow_mut().insert(at & !(walked.size.bytes() - 1), walked.size.bytes());
+            let offset = at & (walked.size.bytes() - 1);
+            self.cached.borrow_mut().insert(at - offset, (walked.size.bytes(), walked.to - offset));
         }
     }
 
     /// Forgets leaves that meet the span.
     fn invalidate(&self, span: Span<Iova>) {
         let (first, last) = (span.first().bits(), span.last().bits());
-        self.cached.borrow_mut().retain(|at, len| *at > last || *at + *len <= first);
+        self.cached.borrow_mut().retain(|at, (len, _)| *at > last || *at + *len <= first);
     }
 
-    /// Takes pages off the list.
-    fn tell(&self, (first, len): (u64, u64), which: impl Fn(bool) -> bool) {
-        self.written.borrow_mut().retain(|at, walked| *at < first || *at - first >= len || !which(*walked));
+    /// Takes pages of a leaf off the list.
+    fn tell(&self, leaf: Leaf<Iova, PhysAddr>, which: impl Fn(bool) -> bool) {
+        self.written.borrow_mut().retain(|written, walked| !is_of(leaf, *written) || !which(*walked));
     }
 
-    fn untold(&self, span: Span<Iova>) -> Option<u64> {
-        self.written.borrow().range(span.first().bits()..=span.last().bits()).next().map(|(at, _)| *at)
+    /// Nobody asks for what was written there.
+    fn drop_all(&self, span: Span<Iova>) {
+        self.written.borrow_mut().retain(|(at, _), _| !span.contains(Iova::new(*at)));
     }
+
+    fn untold(&self, span: Span<Iova>) -> Option<(u64, u64)> {
+        let written = self.written.borrow();
+        written.range((span.first().bits(), 0)..=(span.last().bits(), u64::MAX)).next().map(|(page, _)| *page)
+    }
+}
+
+/// True for a page that the leaf leads to just there.
+fn is_of(leaf: Leaf<Iova, PhysAddr>, (at, to): (u64, u64)) -> bool {
+    leaf.translate(Iova::new(at)) == Some(PhysAddr::new(to))
 }
 
 impl<F: Format> Tables for Busy<F> {
@@ -159,16 +172,23 @@ impl<F: Format> Model<F> {
     }
 
     fn operation(&mut self) {
-        let block = sizes::<F>().block;
-        let (span, random) = (self.choose(), self.device.random(16));
+        let Sizes { page, block, .. } = sizes::<F>();
+        let (span, random) = (self.choose(), self.device.random(22));
         let device = Rc::clone(&self.device);
+        let before = device.written.borrow().clone();
         let mut told = Vec::new();
         let mut tell = |leaf: Leaf<Iova, PhysAddr>| {
-            let leaf = (leaf.at.bits(), leaf.size.bytes());
             device.tell(leaf, |_| true);
             told.push(leaf);
         };
-        let (mut forget, mut gone) = (span, None);
+        let mut invalidate = |span| device.invalidate(span);
+        // Half of the calls that can break do.
+        let breaks = device.random(2) == 0;
+        let hook = breaks.then_some(&mut invalidate as &mut dyn FnMut(Span<Iova>));
+        let elsewhere = 4 * block * (1 + device.random(2));
+        // The span to invalidate, and that in which everything written before was to be told, everything at all, and
+        // nothing.
+        let (mut forget, mut asked, mut gone, mut dropped) = (span, None, None, None);
         match random {
             0..5 => {
                 // To the same pages, so that leaves can merge; whole blocks where nothing is mapped. The device is
@@ -182,61 +202,98 @@ impl<F: Format> Model<F> {
                 device.root.set(root);
                 return;
             }
-            5..9 => {
+            5..8 => {
                 let flush = self.table.unmap_dirty(span, &mut tell).unwrap();
                 gone = Some(span);
                 forget = flush.span();
                 self.table.free_tables(flush);
             }
-            9 => {
+            8 => {
                 let flush = self.table.unmap(span).unwrap();
-                device.tell((span.first().bits(), span.len()), |_| true);
+                dropped = Some(span);
                 forget = flush.span();
                 self.table.free_tables(flush);
             }
-            10 | 11 => {
-                self.table.cut(span.first(), |span| device.invalidate(span)).unwrap();
+            9 | 10 => {
+                let mut tables = Vec::new();
+                let cleared = if random == 9 {
+                    gone = Some(span);
+                    self.table.clear_dirty_into(span, &mut tables, hook, &mut tell)
+                } else {
+                    dropped = Some(span);
+                    self.table.clear_into(span, &mut tables, hook)
+                };
+                forget = cleared.unwrap().0;
+                device.invalidate(forget);
+                self.table.free_detached(tables);
+            }
+            11 | 12 => {
+                // Over what is mapped to the same pages and to others.
+                let to = |at: u64| Segment { addr: PhysAddr::new(at + elsewhere), len: page };
+                let list = (0..span.len() / page).map(|n| to(span.first().bits() + n * page));
+                let pages = (span.len() / page) as usize;
+                let (done, _) = self.table.replace_pages_dirty(span.first(), pages, list, Access::RW, &mut tell);
+                asked = Span::new(span.first(), done as u64 * page);
+            }
+            13 => {
+                let flush = self.table.protect(span, Access::RW).unwrap();
+                forget = flush.span();
+            }
+            14 => {
+                let flush = self.table.protect(span, Access::READ).unwrap();
+                forget = flush.span();
+                // Where the mark is the right to write.
+                dropped = Some(span).filter(|_| F::NAME.starts_with("arm"));
+                assert!(self.table.runs(span).all(|run| run.access == Access::READ), "{}", F::NAME);
+            }
+            15 | 16 => {
+                let access = if random == 15 { Access::READ } else { Access::RW };
+                let flush = self.table.protect_with(span, access, hook, Some(&mut tell)).unwrap();
+                forget = flush.span();
+                (asked, gone) = (Some(span), (random == 15).then_some(span));
+            }
+            17 | 18 => {
+                self.table.cut(span.first(), invalidate).unwrap();
                 return;
             }
-            12 => {
+            19 => {
                 let all = Span::new(Iova::new(0), 2 * block).unwrap();
-                self.table.merge(all, |span| device.invalidate(span)).map(drop).unwrap();
+                self.table.merge(all, invalidate).map(drop).unwrap();
                 return;
             }
             _ => {
                 // What is written while this goes on may be told now or the next time.
-                let before = device.written.borrow().clone();
                 self.table.take_dirty(span, &mut tell).unwrap();
-                let (first, last) = (span.first().bits(), span.last().bits());
-                let lost = before
-                    .range(first..=last)
-                    .find(|(at, _)| !told.iter().any(|(first, len)| **at >= *first && **at - first < *len));
-                assert_eq!(lost, None, "{}: written before {span}", F::NAME);
+                asked = Some(span);
             }
         }
+        let asked = |at: u64| asked.is_some_and(|asked| asked.contains(Iova::new(at)));
+        let lost = before.keys().find(|written| asked(written.0) && !told.iter().any(|leaf| is_of(*leaf, **written)));
+        assert_eq!(lost, None, "{}: operation {random}, written before {span}", F::NAME);
         // What the device wrote through leaves that it had cached is read by who was told of them.
         device.invalidate(forget);
+        dropped.into_iter().for_each(|span| device.drop_all(span));
         for leaf in told {
-            device.invalidate(Span::new(Iova::new(leaf.0), leaf.1).unwrap());
+            device.invalidate(Span::new(leaf.at, leaf.size.bytes()).unwrap());
             device.tell(leaf, |walked| !walked);
         }
-        assert_eq!(gone.and_then(|span| device.untold(span)), None, "{}: written before it was unmapped", F::NAME);
+        let lost = gone.and_then(|span| device.untold(span));
+        assert_eq!(lost, None, "{}: operation {random}, written before it went", F::NAME);
     }
 }
 
-/// At the end everything that was written is told. `DMALANE_DIRTY_OPERATIONS=115000` makes 10^6 in all.
-fn no_mark_is_lost<F: Format>() {
+/// At the end everything that was written is told.
+fn no_mark_is_lost<F: Format>(operations: u64) {
     if F::DIRTY == 0 {
         return;
     }
-    let operations = std::env::var("DMALANE_DIRTY_OPERATIONS").map_or(2_500, |n| n.parse().expect("a number"));
     let mut model = Model::<F>::new(F::INPUT_BITS.into());
     (0..operations).for_each(|_| model.operation());
     let Model { device, mut table } = model;
     assert!(device.steps.get() > operations, "the device was busy");
     let all = Span::new(Iova::new(0), sizes::<F>().top).unwrap();
     device.root.set(None);
-    let flush = table.unmap_dirty(all, |leaf| device.tell((leaf.at.bits(), leaf.size.bytes()), |_| true)).unwrap();
+    let flush = table.unmap_dirty(all, |leaf| device.tell(leaf, |_| true)).unwrap();
     table.free_tables(flush);
     assert_eq!(device.untold(all), None);
 }
@@ -272,13 +329,18 @@ fn groups_are_looked_at_whole<F: Format>() {
     }
 }
 
+/// `DMALANE_DIRTY_OPERATIONS` says how many operations there are, over all formats that have marks.
 #[test]
 fn marks() {
     macro_rules! each {
-        ($($name:ident: $format:ty;)*) => {$(
-            no_mark_is_lost::<$format>();
-            groups_are_looked_at_whole::<$format>();
-        )*};
+        ($($name:ident: $format:ty;)*) => {
+            let formats = [$(<$format>::DIRTY),*].into_iter().filter(|mark| *mark != 0).count() as u64;
+            let operations = std::env::var("DMALANE_DIRTY_OPERATIONS").map_or(25_000, |n| n.parse().expect("a number"));
+            $(
+                no_mark_is_lost::<$format>(u64::div_ceil(operations, formats));
+                groups_are_looked_at_whole::<$format>();
+            )*
+        };
     }
     #[cfg(not(every_format))]
     crate::formats::stand_ins!(each);

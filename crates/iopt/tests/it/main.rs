@@ -7,3 +7,4 @@ mod formats;
 mod operations;
 mod shared;
 mod specification;
+mod understood;

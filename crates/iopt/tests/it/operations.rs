@@ -745,6 +745,7 @@ macro_rules! operations {
             #[test]
             fn protect() {
                 super::protect::<F>();
+                super::protect_with::<F>();
             }
 
             #[test]
@@ -817,6 +818,66 @@ fn protect<F: Format>() {
         let flush = table.protect(span(at, page), Access::RW).unwrap();
         table.free_tables(flush);
         assert!(count(&mut table) >= written, "the mark stays");
+        // Where the mark is the right to write, it goes with it.
+        marked_leaves(&mut table, leaf.at);
+        let flush = table.protect(span(at, page), Access::READ).unwrap();
+        table.free_tables(flush);
+        has(&table, at, at + page, Access::READ);
+    }
+}
+
+/// A page that a device has written to is told of when another takes its place, and the new one is not marked.
+#[test]
+fn replaced_pages_tell_of_their_marks() {
+    type F = dmalane_iopt::VtdSecond48;
+    let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    let page = |n: u64| PhysAddr::new(n << 12);
+    table.map(Iova::new(0), page(0), 3 << 12, Access::RW).unwrap();
+    write_through(&mut table, 1 << 12);
+    let written = table.lookup(Iova::new(1 << 12)).unwrap();
+    let list = [8, 4, 6].map(|n| Segment { addr: page(n), len: 4096 });
+    let mut told = Vec::new();
+    let replaced = table.replace_pages_dirty(Iova::new(0), 3, list, Access::RW, |leaf| told.push(leaf));
+    assert_eq!((replaced, told), ((3, 3), vec![written]));
+    assert_eq!(table.take_dirty(span(0, 3 << 12), |_| ()), Ok(0));
+}
+
+/// By break-before-make, the entries of what becomes another kind of memory, of groups and of what is split are clear
+/// while the device forgets them; nothing else is broken.
+fn protect_with<F: Format>() {
+    let Sizes { page, block, large, .. } = sizes::<F>();
+    let (at, len) = (2 * large, large + block + 2 * page);
+    let memory = Stale::new();
+    let mut table = Table::<F, _>::new(memory.clone()).unwrap();
+    table.map(Iova::new(at), PhysAddr::new(0), len, Access::RW).unwrap();
+    let before = extents(&table);
+    let changed = span(at + large - page, block + 2 * page);
+    let root = table.root();
+    let protect = |table: &mut Table<F, Stale>, access| {
+        let mut broken = Vec::new();
+        let mut forget = |gone: Span<Iova>| {
+            for end in [gone.first(), gone.last()] {
+                assert!(memory.walk::<F>(root, end.bits()).is_err(), "{gone} is to be forgotten while it is there");
+            }
+            broken.push(gone);
+        };
+        let flush = table.protect_with(changed, access, Some(&mut forget), None).unwrap();
+        assert_eq!((flush.bytes(), extents(table)), (changed.len(), before.clone()));
+        assert!(table.runs(changed).all(|run| run.access == access) && memory.is_clean());
+        broken
+    };
+    let leaves = |table: &Table<F, Stale>, groups_alone: bool| -> Vec<Span<Iova>> {
+        let is_group = |size: PageSize| (0..F::LEVELS).all(|level| shift::<F>(level) != u32::from(size.log2()));
+        let some = table.runs(changed).filter(|run| !groups_alone || is_group(run.size));
+        some.map(|run| Span::new(run.at, run.len).unwrap()).collect()
+    };
+    let ends = [changed.first(), changed.last()].map(|at| table.lookup(at).unwrap());
+    let mut split = ends.map(|leaf| span(leaf.at.bits(), leaf.size.bytes())).into_iter();
+    let broken = protect(&mut table, Access::READ);
+    assert!(split.all(|leaf| changed.covers(&leaf) || broken.contains(&leaf)), "{broken:?}");
+    assert_eq!(protect(&mut table, Access::RW), leaves(&table, true));
+    if F::supports(Access::RW | Access::MMIO) {
+        assert_eq!(protect(&mut table, Access::RW | Access::MMIO), leaves(&table, false));
     }
 }
 
