@@ -532,6 +532,44 @@ mod tests {
         assert!(matches!(error, Error::Kernel { .. }), "a folder: {error}");
     }
 
+    /// A guest's memory: QEMU's `edu` copies bytes out of one page and back into another, through its own buffer.
+    #[test]
+    fn a_device_reaches_memory_that_exists() {
+        for backend in [Backend::Iommufd, Backend::Type1] {
+            let container = VfioContainer::with_backend(backend);
+            let edu = |device: &PciDevice| device.id().ok() == Some((0x1234, 0x11e8));
+            let mut bound = Sysfs::new("/").bound().into_iter();
+            let Some(device) = bound.find_map(|bdf| container.open(&bdf).ok().filter(edu)) else {
+                println!("SKIPPED: no edu can be opened by {backend} here");
+                continue;
+            };
+            let page = rustix::param::page_size();
+            let heap = dma::AnonHeap::starting_at(dma::PageKind::Base);
+            let guest = Arc::new(dma::Heap::allocate(&heap, 2 * page).unwrap().share());
+            guest.as_volatile_slice().write(b"theirs");
+            let at = std::ptr::NonNull::new(guest.as_volatile_slice().as_ptr()).unwrap();
+            // SAFETY: the memory is the owner's, and shared: nobody has a reference into it.
+            let memory = unsafe { dma::RawMemory::new(at, 2 * page, guest.clone()) }.unwrap();
+            let pinned = container.pin(&dma::SharedBuf::from_memory(memory).reference()).unwrap();
+            let mapping = container.map_at(Iova::new(0), pinned, Access::RW).unwrap();
+            let bus = crate::VfioBus::with_options(device, crate::BusOptions::passive()).unwrap();
+            bus.device().set_bus_master(true).unwrap();
+            for (from, to, command) in [(0, 0x4_0000, 1), (0x4_0000, page as u64, 3)] {
+                for (register, value) in [(0x80, from), (0x88, to), (0x90, 6), (0x98, command)] {
+                    dma::Mmio::write64(&bus, 0, register, value).unwrap();
+                }
+                let began = std::time::Instant::now();
+                while dma::Mmio::read32(&bus, 0, 0x98).unwrap() & 1 != 0 {
+                    assert!(began.elapsed().as_secs() < 60, "the copy does not end");
+                }
+            }
+            drop(mapping);
+            let mut got = [0; 6];
+            guest.as_volatile_slice().sub(page, 6).unwrap().read(&mut got);
+            assert_eq!(&got, b"theirs");
+        }
+    }
+
     /// The largest base page of any kernel.
     const PAGE: usize = 64 << 10;
 
