@@ -214,13 +214,13 @@ impl VfioContainer {
     /// As [`Registrar::map`], from this IOVA on, which may be 0: the memory of a guest at its physical addresses.
     ///
     /// # Errors
-    /// As there; [`Error::Iova`] where anything is mapped, or the IOMMU translates no such addresses
+    /// As there, without a box; [`Error::Iova`] where anything is mapped, or the IOMMU translates no such addresses
     /// ([`VfioContainer::iova_ranges`]).
-    pub fn map_at(&self, at: Iova, pinned: Pinned, access: Access) -> Result<Mapping, dma::Error> {
+    pub fn map_at(&self, at: Iova, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
         self.map_to(Some(at), vec![pinned], access)
     }
 
-    fn map_to(&self, at: Option<Iova>, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
+    fn map_to(&self, at: Option<Iova>, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
         let inner = &self.0;
         let len = Pinned::admit_all(&mut list, inner, access)?;
         let mut state = inner.lock();
@@ -240,7 +240,7 @@ impl VfioContainer {
                 true => state.iovas.free(lease),
                 false => list.iter_mut().for_each(Pinned::leak),
             }
-            return Err(e.into());
+            return Err(e);
         }
         drop(state);
         inner.mapped.fetch_add(len, Ordering::Relaxed);
@@ -271,7 +271,7 @@ impl Registrar for VfioContainer {
     /// [`Error`] by cause, such as [`Error::Unopened`], [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`]
     /// and [`Error::Iova`]; nothing stays mapped.
     fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
-        self.map_to(None, list, access)
+        Ok(self.map_to(None, list, access)?)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
@@ -449,7 +449,8 @@ mod tests {
         let container = VfioContainer::new();
         let buf = dma::Heap::allocate(&dma::AnonHeap::new(), 4096).unwrap().share();
         let pin = || container.pin(&buf.reference()).unwrap();
-        let refused = [container.map(pin(), Access::RW), container.map_at(Iova::new(0), pin(), Access::RW)];
+        let at_0 = container.map_at(Iova::new(0), pin(), Access::RW);
+        let refused = [container.map(pin(), Access::RW), at_0.map_err(dma::Error::from)];
         for text in refused.map(|refused| dma::error_chain(&refused.unwrap_err())) {
             assert!(text.contains("before a device is opened") && !text.contains("modprobe"), "{text}");
         }
@@ -487,7 +488,7 @@ mod tests {
             let pinned = container.pin(&buf.reference()).unwrap();
             assert!(pinned.is_from(&container.0));
             let error = container.map_at(Iova::new(at), pinned, Access::RW).unwrap_err();
-            assert_eq!(matches!(error, dma::Error::Iova(_)), taken, "{at:#x}: {error}");
+            assert_eq!(matches!(error, Error::Iova(_)), taken, "{at:#x}: {error}");
         }
         assert!(container.pin_range(&buf.reference(), 0..100).is_err());
         assert!(buf.into_cpu().is_ok(), "nothing of it was mapped");

@@ -150,8 +150,8 @@ fn a_guests_memory_lies_at_its_addresses() {
     let mapping = map_at(0).unwrap();
     assert_eq!(mapping.span(), Span::new(Iova::new(0), 4 * page() as u64).unwrap());
     assert!(container.owns(&mapping) && container.mapped_bytes() == 4 * page() as u64);
-    assert!(matches!(map_at(page() as u64), Err(dma::Error::Iova(_))), "taken");
-    assert!(matches!(map_at(INTERRUPTS.0), Err(dma::Error::Iova(_))), "the addresses of interrupts");
+    assert!(matches!(map_at(page() as u64), Err(Error::Iova(_))), "taken");
+    assert!(matches!(map_at(INTERRUPTS.0), Err(Error::Iova(_))), "the addresses of interrupts");
     let bus = VfioBus::with_options(device.clone(), BusOptions::passive()).unwrap();
     let is_master = || {
         let mut command = [0; 2];
