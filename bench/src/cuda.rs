@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use dmalane::DeviceSpec;
-use dmalane::addr::{Access, CardAddr, DeviceVa, SgIndex, Span};
+use dmalane::addr::{Access, DeviceVa, SgIndex, Span};
 use dmalane::cuda::{Binds, CudaDevice};
 use dmalane::device::{Bounce, Device, DriverCopy, Placement};
 use dmalane::devices::cuda::CudaSpec;
@@ -81,7 +81,7 @@ fn copies(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Re
                 fill(&slices, side, round);
                 for (i, direction) in [Direction::FromHost, Direction::ToHost].into_iter().enumerate() {
                     let copy = |(place, i): (u64, u64)| {
-                        let at = CardAddr::new(at.bits() + place * len);
+                        let at = at + place * len;
                         DriverCopy { direction, host: via.clone(), offset: i * len, at, len }
                     };
                     let all: Vec<_> = scattered(copies).zip(0..).map(copy).collect();
@@ -153,7 +153,7 @@ fn binds(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Res
     let span = Span::new(first, pages * len).ok_or("no pages")?;
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table)?));
     for place in 0..pages {
-        let at = DeviceAddr::Card(CardAddr::new(first.bits() + place * len));
+        let at = DeviceAddr::Card(first + place * len);
         bounce.write(&mut *queues[0], at, &place.to_le_bytes())?;
     }
     let mut alone = device.plain_binds(span, page)?;
@@ -176,7 +176,7 @@ fn binds(device: &mut CudaDevice, options: &Options, report: &mut Report) -> Res
             let space = device.address_space();
             let range = space.reserve(&table, pages * len)?;
             let bind = |(place, i): (&u64, u64)| {
-                let (bo, va) = (bo.clone(), DeviceVa::new(range.first().bits() + i * len));
+                let (bo, va) = (bo.clone(), range.first() + i * len);
                 BindRequest::Bind { va, bo, offset: place * len, len, access: Access::RW }
             };
             let whole: Vec<_> = places.iter().zip(0..).map(bind).collect();
@@ -219,7 +219,7 @@ fn look(
 ) -> Result<(), Box<dyn Error>> {
     let mut number = [0; 8];
     for (i, place) in places.iter().enumerate() {
-        bounce.read(queue, DeviceAddr::Va(DeviceVa::new(at.bits() + i as u64 * len)), &mut number)?;
+        bounce.read(queue, DeviceAddr::Va(at + i as u64 * len), &mut number)?;
         if u64::from_le_bytes(number) != *place {
             return Err(format!("page {i} is not page {place} of the memory").into());
         }

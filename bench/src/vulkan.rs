@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use dmalane::addr::{Access, CardAddr, DeviceVa, FileOffset, SgIndex};
+use dmalane::addr::{Access, CardAddr, FileOffset, SgIndex};
 use dmalane::device::{Bounce, Device, DeviceMemory, Placement};
 use dmalane::dma::{BufferSlice, Heap};
 use dmalane::file::{FileQueue, Mode};
@@ -163,7 +163,7 @@ pub fn by_queue(
     let count = slices.len();
     let mut done: Vec<Completion> = Vec::with_capacity(count);
     for (slice, place) in slices.into_iter().zip(scattered(count as u64)) {
-        let to = DeviceAddr::Card(CardAddr::new(at.bits() + place * len));
+        let to = DeviceAddr::Card(at + place * len);
         let mut operation = Operation::copy(direction, HostSlice::from((slice, via.clone())), to);
         while let Err(refused) = queue.submit(operation) {
             if refused.reason != Refusal::Full {
@@ -372,7 +372,7 @@ fn binds(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Resul
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table)?));
     // Each page has its number, by which it is known again.
     for place in 0..PAGES {
-        let at = DeviceAddr::Card(CardAddr::new(first.bits() + place * len));
+        let at = DeviceAddr::Card(first + place * len);
         bounce.write(&mut *queues[0], at, &place.to_le_bytes())?;
     }
     let mut by_hand = ByHand::new(device)?;
@@ -404,7 +404,7 @@ fn binds(device: &mut VulkanDevice, rounds: usize, report: &mut Report) -> Resul
             }
             let space = device.address_space();
             let range = space.reserve(&table, PAGES * len)?;
-            let at = |i: u64| DeviceVa::new(range.first().bits() + i * len);
+            let at = |i: u64| range.first() + i * len;
             let bind = |(place, i): (&u64, u64)| {
                 let (bo, offset) = (bo.clone(), place * len);
                 BindRequest::Bind { va: at(i), bo, offset, len, access: Access::RW }

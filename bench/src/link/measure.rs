@@ -70,7 +70,7 @@ impl Halves {
         let ddr = self.ddr.len() / 2;
         match half {
             Half::Ddr0 => (self.ddr.first(), ddr),
-            Half::Ddr1 => (CardAddr::new(self.ddr.first().bits() + ddr), ddr),
+            Half::Ddr1 => (self.ddr.first() + ddr, ddr),
             Half::Hbm0 => (self.hbm[0].first(), self.hbm[0].len()),
             Half::Hbm1 => (self.hbm[1].first(), self.hbm[1].len()),
         }

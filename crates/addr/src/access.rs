@@ -65,6 +65,7 @@ impl core::fmt::Display for Access {
 
 /// Error of parsing a text as [`Access`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct NotAccess;
 
 impl core::fmt::Display for NotAccess {

@@ -113,6 +113,18 @@ macro_rules! address {
             }
         }
 
+        /// # Panics
+        /// Past the top of 64 bits, in every build; [`checked_add`]($crate::Address::checked_add) gives `None` there.
+        impl core::ops::Add<u64> for $name {
+            type Output = Self;
+            #[inline]
+            #[track_caller]
+            fn add(self, bytes: u64) -> Self {
+                let sum = $crate::Address::checked_add(self, bytes);
+                sum.unwrap_or_else(|| panic!("{self} has no {bytes} bytes behind it"))
+            }
+        }
+
         impl core::fmt::Debug for $name {
             fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
                 write!(f, "{}({:#x})", stringify!($name), $crate::Address::shown(*self))
@@ -163,10 +175,16 @@ mod tests {
     fn arithmetic_stops_at_the_top_of_the_space() {
         let top = Iova::new(u64::MAX);
         assert_eq!(top.checked_add(1), None);
-        assert_eq!(top.checked_add(0), Some(top));
+        assert_eq!((top.checked_add(0), top + 0, Iova::new(1) + 2), (Some(top), top, Iova::new(3)));
         assert_eq!(top.align_up(PageSize::SIZE_4K), None);
         assert_eq!(top.align_down(PageSize::SIZE_4K), Iova::new(!0xfff));
         assert_eq!(Iova::new(1).offset_from(Iova::new(2)), None);
+    }
+
+    #[test]
+    #[should_panic = "IOVA 0xffffffffffffffff has no 1 bytes behind it"]
+    fn a_sum_never_wraps() {
+        let _ = Iova::new(u64::MAX) + 1;
     }
 
     #[test]

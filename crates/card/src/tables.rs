@@ -59,7 +59,7 @@ impl<B: Mmio> CardTables<B> {
 
     fn addr(&self, slot: usize) -> CardAddr {
         // Below `limit`, so within the span.
-        CardAddr::new(self.first.bits() + slot as u64 * TABLE)
+        self.first + slot as u64 * TABLE
     }
 
     /// Writes entries as they are in the copy to the card.

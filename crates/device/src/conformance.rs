@@ -181,7 +181,7 @@ fn every_queue_reaches_the_edges_of_its_regions(device: &mut dyn Device, align: 
             for n in LENGTHS.map(|n| n.next_multiple_of(align)) {
                 for offset in [0, (len / 2).next_multiple_of(align) - align, len - n] {
                     seed += 1;
-                    let at = DeviceAddr::Card(CardAddr::new(span.first().bits() + offset));
+                    let at = DeviceAddr::Card(span.first() + offset);
                     // The bytes beside it stay as they are.
                     let (before, after) = (offset.min(align), (len - n - offset).min(align));
                     let around = span.sub(offset - before, before + n + after).unwrap();
@@ -387,7 +387,7 @@ fn a_flat_space_shows_memory_where_it_lies(device: &mut dyn Device) {
     assert_eq!((range.first().bits(), range.len()), (span.first().bits(), span.len()));
     assert_eq!(space.at(range.first()), DeviceAddr::Card(span.first()));
     let bo = bo(&buffer);
-    let at = |offset: u64| DeviceVa::new(range.first().bits() + offset);
+    let at = |offset: u64| range.first() + offset;
     let bind = |va, offset| [BindRequest::Bind { va, bo: bo.clone(), offset, len: page, access: Access::READ }];
     space.apply(&bind(at(page), page)).unwrap();
     assert!(space.apply(&bind(at(page), 0)).is_err(), "it does not lie there");

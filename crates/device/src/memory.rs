@@ -52,6 +52,7 @@ impl FromStr for Placement {
 /// A text that names no place in a device's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[error("not a placement; write the name of a region or a group such as ddr, hbm or hbm-half")]
+#[non_exhaustive]
 pub struct BadPlacement;
 
 impl fmt::Display for Placement {

@@ -136,7 +136,7 @@ impl<T: Send + 'static> Registrar for NoIommu<T> {
         for (pinned, held) in list.iter().zip(held) {
             let len = pinned.range().len() as u64;
             state.live.insert(at, (len, held));
-            at = Iova::new(at.bits() + len);
+            at = at + len;
         }
         drop(state);
         Ok(Mapping::new(list, lease, access))

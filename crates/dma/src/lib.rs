@@ -44,18 +44,27 @@ pub use heap::{
     Reserved, export_dma_buf, export_dma_buf_range, pick,
 };
 pub use interrupts::InterruptEvents;
-pub use lock::lock;
 pub use memory::BufferRef;
 pub use mmio::Mmio;
 pub use pagemap::physical_runs;
 pub use pages::{NoPages, PageBacking, PageKind};
-pub use peer::{PeerError, check_peer, trusted_users};
-pub use process::{Forked, OfProcess, process_id};
+pub use peer::PeerError;
+pub use process::Forked;
 pub use processor::CopyHint;
 pub use quarantine::{quarantine, quarantined_bytes};
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
-pub use room::{Room, memlock_left, memory_limit, room, room_at};
+pub use room::{Room, memlock_left, memory_limit, room};
 pub use slice::BufferSlice;
-pub use socket::{ReceivedBytes, SocketFile, connect_seqpacket, receive_with_fds, send_with_fds};
 pub use sys::{DriverMemory, FileMapping, RawMemory};
-pub use volatile::{VolatileSlice, aligned_words, stream_fence};
+pub use volatile::{VolatileSlice, stream_fence};
+
+// For the other crates of dmalane alone.
+#[doc(hidden)]
+pub use {
+    lock::lock,
+    peer::{check_peer, trusted_users},
+    process::{OfProcess, process_id},
+    room::room_at,
+    socket::{ReceivedBytes, SocketFile, connect_seqpacket, receive_with_fds, send_with_fds},
+    volatile::aligned_words,
+};

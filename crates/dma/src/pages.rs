@@ -37,6 +37,7 @@ impl fmt::Display for PageKind {
 
 /// The page kind of a buffer, with the reasons why no better kind was used.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct PageBacking {
     /// The kind of pages.
     pub kind: PageKind,

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Memory that is still available, with the limit that determines it.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Room {
     /// Bytes.
     pub bytes: u64,

@@ -103,6 +103,7 @@ const MOST: usize = 253;
 
 /// Bytes that were received, with what came with them.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct ReceivedBytes {
     /// How many; 0 at the end of the connection.
     pub len: usize,

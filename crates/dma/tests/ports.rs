@@ -68,7 +68,7 @@ impl HeldMem for Held<'_> {
 
     fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
         for (i, word) in words.iter().enumerate() {
-            let at = Iova::new(into.bits() + 8 * i as u64);
+            let at = into + 8 * i as u64;
             let fault = DmaFault { at, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
             if let Some(word) = word {
                 self.0.as_volatile_slice().store_u64((at.bits() - BASE) as usize, *word).ok_or(fault)?;

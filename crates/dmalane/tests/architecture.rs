@@ -134,6 +134,15 @@ const UNSAFE_FILES: &[&str] = &[
     "fuzz/src/targets/c_interface.rs",
 ];
 
+/// The public types of these crates that others build, or match whole: a new field or variant breaks their users. All
+/// others are `non_exhaustive`, or have fields that are not public.
+const EXHAUSTIVE: &str = "
+    Area ArrayOperation BackingFiles CacheHint Cancelled Completion Counters DeviceAddr DeviceInfo Direction
+    DlpackDevice DmaFault DriverCopy Entry Forked GatherList HeapStats HostSlice IommuCounters Limits MappableFile
+    Needs Operation OperationModel Picked Piece PlanError Random Refused Region RegionSpec Register Route RunError
+    Segment Shape SharedOptions Work
+";
+
 /// The columns of a line at most; tables and addresses of pages may be longer.
 const COLUMNS: usize = 120;
 
@@ -617,6 +626,44 @@ fn every_fuzz_target_has_a_file_and_seeds() {
         let names = entries.map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned());
         assert_eq!(names.collect::<BTreeSet<_>>(), listed, "{folder}, and `targets!` of fuzz/src/lib.rs");
     }
+}
+
+#[test]
+fn exhaustive_types_are_meant() {
+    let sources = PUBLISHED.iter().flat_map(|dir| files(&[&format!("crates/{dir}/src")]));
+    let found: BTreeSet<String> = sources.flat_map(|path| exhaustive(&read(&path))).collect();
+    let listed: BTreeSet<String> = EXHAUSTIVE.split_whitespace().map(str::to_owned).collect();
+    let wrong = found.symmetric_difference(&listed);
+    report(&wrong.map(|name| format!("{name}: either non_exhaustive or in EXHAUSTIVE")).collect::<Vec<_>>());
+}
+
+/// The public enums, and structs with fields that are all public, that are not `non_exhaustive`.
+fn exhaustive(text: &str) -> Vec<String> {
+    let code = code_only(text);
+    let lines: Vec<&str> = code.lines().map(str::trim).collect();
+    let name = |i: usize| {
+        let is_enum = lines[i].starts_with("pub enum ");
+        let line = lines[i].strip_prefix("pub struct ").or(lines[i].strip_prefix("pub enum "))?;
+        let body = lines[i + 1..].iter().take_while(|line| **line != "}").copied();
+        let fields: Vec<&str> = match line.split_once('(') {
+            Some((_, fields)) => fields.split(", ").collect(),
+            None => body.filter(|line| line.ends_with(',') && !is_enum && lines[i].ends_with('{')).collect(),
+        };
+        let is_open = is_enum || !fields.is_empty() && fields.iter().all(|field| field.starts_with("pub "));
+        let mut above = lines[..i].iter().rev().take_while(|line| !line.ends_with([';', '{', '}']));
+        (is_open && !above.any(|line| line.contains("non_exhaustive")))
+            .then(|| words(line).next().unwrap_or_default().to_owned())
+    };
+    (0..lines.len()).filter_map(name).collect()
+}
+
+#[test]
+fn exhaustive_types_are_seen() {
+    let text = "/// A.\npub struct A<T> {\n    /// B.\n    pub b: T,\n}\n\
+                pub struct C {\n    pub d: u8,\n    e: u8,\n}\n\
+                #[non_exhaustive]\npub struct F;\npub struct G;\npub struct H(u8);\npub struct I(pub u8);\n\
+                #[error(\"x\")]\n#[non_exhaustive]\npub enum J {}\npub enum K {\n    L(u8),\n}\n";
+    assert_eq!(exhaustive(text), ["A", "I", "K"]);
 }
 
 #[test]

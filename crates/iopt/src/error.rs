@@ -7,6 +7,7 @@ use dmalane_addr::{Access, Address, PageSize};
 /// An address with the name of its space, for messages. One error type serves input and output addresses of every
 /// page table, so the kind of address is kept as data.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
 pub struct NamedAddr {
     /// [`Address::SPACE`] of the address.
     pub space: &'static str,

@@ -54,6 +54,7 @@ pub enum Entry {
 
 /// An entry that a device understands and [`Format::decode`] does not: tables of others have it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum Foreign {
     /// A table that is not on the next level but on this one. The address bits of the levels between must be zero.
     Table {

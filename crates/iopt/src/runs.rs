@@ -7,6 +7,7 @@ use crate::{Entry, Format, PageTable, Tables};
 
 /// One leaf, or the part of it within the span asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Run<I, O> {
     /// Input address of the first byte.
     pub at: I,

@@ -59,6 +59,7 @@ impl Part {
 
 /// A mapping found by [`PageTable::lookup`]: one leaf, whole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Leaf<I, O> {
     /// Input address where the leaf starts.
     pub at: I,

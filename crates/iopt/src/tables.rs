@@ -12,6 +12,7 @@ use crate::format::entries;
 
 /// The sizes of a format's tables, and where they can be. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct TableShape {
     /// Bytes of the root, at least those of a table, and its alignment.
     pub root: PageSize,

@@ -9,6 +9,7 @@ use crate::{Entry, Foreign, Format, slots};
 
 /// Result of a walk that found a leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Walked {
     /// The output address of the very byte asked for.
     pub to: u64,
@@ -51,6 +52,7 @@ impl core::error::Error for FaultKind {}
 
 /// A translation fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct WalkFault {
     /// The input address.
     pub at: u64,

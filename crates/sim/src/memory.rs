@@ -307,8 +307,7 @@ impl Bank {
         if self.is_present(block) {
             return Ok(());
         }
-        let no_memory =
-            |source| Error::NoMemory { at: CardAddr::new(self.span.first().bits() + block * BLOCK), source };
+        let no_memory = |source| Error::NoMemory { at: self.span.first() + block * BLOCK, source };
         let taken = Taken::new(self.allowance.as_deref())
             .ok_or_else(|| no_memory(std::io::Error::new(std::io::ErrorKind::QuotaExceeded, "the limit of memory")))?;
         // Two channels may come here at once; the second call finds the pages and changes nothing.

@@ -147,7 +147,7 @@ impl Walk {
     /// Where on the device a byte of the buffer belongs.
     pub fn address_of(&self, byte: u64) -> CardAddr {
         let stretch = self.stretches.iter().rev().find(|s| s.offset <= byte);
-        stretch.map_or(CardAddr::new(0), |s| CardAddr::new(s.at.bits() + byte - s.offset))
+        stretch.map_or(CardAddr::new(0), |s| s.at + (byte - s.offset))
     }
 
     /// Takes a slice back, if it is one of this walk's. At the end of a pass counts it.

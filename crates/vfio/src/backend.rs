@@ -28,6 +28,7 @@ impl fmt::Display for Backend {
 
 /// A device that is bound to vfio-pci, and the backend that would open it.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct BackendStatus {
     /// The device.
     pub bdf: Bdf,

@@ -214,13 +214,13 @@ impl VfioContainer {
     /// As [`Registrar::map`], from this IOVA on, which may be 0: the memory of a guest at its physical addresses.
     ///
     /// # Errors
-    /// As there; [`Error::Iova`] where anything is mapped, or the IOMMU translates no such addresses
+    /// As there, without a box; [`Error::Iova`] where anything is mapped, or the IOMMU translates no such addresses
     /// ([`VfioContainer::iova_ranges`]).
-    pub fn map_at(&self, at: Iova, pinned: Pinned, access: Access) -> Result<Mapping, dma::Error> {
+    pub fn map_at(&self, at: Iova, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
         self.map_to(Some(at), vec![pinned], access)
     }
 
-    fn map_to(&self, at: Option<Iova>, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
+    fn map_to(&self, at: Option<Iova>, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
         let inner = &self.0;
         let len = Pinned::admit_all(&mut list, inner, access)?;
         let mut state = inner.lock();
@@ -240,7 +240,7 @@ impl VfioContainer {
                 true => state.iovas.free(lease),
                 false => list.iter_mut().for_each(Pinned::leak),
             }
-            return Err(e.into());
+            return Err(e);
         }
         drop(state);
         inner.mapped.fetch_add(len, Ordering::Relaxed);
@@ -271,7 +271,7 @@ impl Registrar for VfioContainer {
     /// [`Error`] by cause, such as [`Error::Unopened`], [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`]
     /// and [`Error::Iova`]; nothing stays mapped.
     fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
-        self.map_to(None, list, access)
+        Ok(self.map_to(None, list, access)?)
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
@@ -449,7 +449,8 @@ mod tests {
         let container = VfioContainer::new();
         let buf = dma::Heap::allocate(&dma::AnonHeap::new(), 4096).unwrap().share();
         let pin = || container.pin(&buf.reference()).unwrap();
-        let refused = [container.map(pin(), Access::RW), container.map_at(Iova::new(0), pin(), Access::RW)];
+        let at_0 = container.map_at(Iova::new(0), pin(), Access::RW);
+        let refused = [container.map(pin(), Access::RW), at_0.map_err(dma::Error::from)];
         for text in refused.map(|refused| dma::error_chain(&refused.unwrap_err())) {
             assert!(text.contains("before a device is opened") && !text.contains("modprobe"), "{text}");
         }
@@ -487,7 +488,7 @@ mod tests {
             let pinned = container.pin(&buf.reference()).unwrap();
             assert!(pinned.is_from(&container.0));
             let error = container.map_at(Iova::new(at), pinned, Access::RW).unwrap_err();
-            assert_eq!(matches!(error, dma::Error::Iova(_)), taken, "{at:#x}: {error}");
+            assert_eq!(matches!(error, Error::Iova(_)), taken, "{at:#x}: {error}");
         }
         assert!(container.pin_range(&buf.reference(), 0..100).is_err());
         assert!(buf.into_cpu().is_ok(), "nothing of it was mapped");
@@ -530,6 +531,44 @@ mod tests {
         assert!(matches!(open(&missing, "vfio"), Err(Error::NoModule { path, module: "vfio" }) if path == missing));
         let error = open(folder.path(), "vfio").unwrap_err();
         assert!(matches!(error, Error::Kernel { .. }), "a folder: {error}");
+    }
+
+    /// A guest's memory: QEMU's `edu` copies bytes out of one page and back into another, through its own buffer.
+    #[test]
+    fn a_device_reaches_memory_that_exists() {
+        for backend in [Backend::Iommufd, Backend::Type1] {
+            let container = VfioContainer::with_backend(backend);
+            let edu = |device: &PciDevice| device.id().ok() == Some((0x1234, 0x11e8));
+            let mut bound = Sysfs::new("/").bound().into_iter();
+            let Some(device) = bound.find_map(|bdf| container.open(&bdf).ok().filter(edu)) else {
+                println!("SKIPPED: no edu can be opened by {backend} here");
+                continue;
+            };
+            let page = rustix::param::page_size();
+            let heap = dma::AnonHeap::starting_at(dma::PageKind::Base);
+            let guest = Arc::new(dma::Heap::allocate(&heap, 2 * page).unwrap().share());
+            guest.as_volatile_slice().write(b"theirs");
+            let at = std::ptr::NonNull::new(guest.as_volatile_slice().as_ptr()).unwrap();
+            // SAFETY: the memory is the owner's, and shared: nobody has a reference into it.
+            let memory = unsafe { dma::RawMemory::new(at, 2 * page, guest.clone()) }.unwrap();
+            let pinned = container.pin(&dma::SharedBuf::from_memory(memory).reference()).unwrap();
+            let mapping = container.map_at(Iova::new(0), pinned, Access::RW).unwrap();
+            let bus = crate::VfioBus::with_options(device, crate::BusOptions::passive()).unwrap();
+            bus.device().set_bus_master(true).unwrap();
+            for (from, to, command) in [(0, 0x4_0000, 1), (0x4_0000, page as u64, 3)] {
+                for (register, value) in [(0x80, from), (0x88, to), (0x90, 6), (0x98, command)] {
+                    dma::Mmio::write64(&bus, 0, register, value).unwrap();
+                }
+                let began = std::time::Instant::now();
+                while dma::Mmio::read32(&bus, 0, 0x98).unwrap() & 1 != 0 {
+                    assert!(began.elapsed().as_secs() < 60, "the copy does not end");
+                }
+            }
+            drop(mapping);
+            let mut got = [0; 6];
+            guest.as_volatile_slice().sub(page, 6).unwrap().read(&mut got);
+            assert_eq!(&got, b"theirs");
+        }
     }
 
     /// The largest base page of any kernel.

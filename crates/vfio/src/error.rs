@@ -157,6 +157,9 @@ pub enum Error {
     /// No range of IOVAs is free.
     #[error(transparent)]
     Iova(#[from] RangeError<Iova>),
+    /// Memory that no registrar would map: pinned by another container, or with no access.
+    #[error(transparent)]
+    Refused(#[from] dmalane_dma::Error),
     /// An access to a region of a device, or a mapping of it, is not possible.
     #[error("region {region} of {bdf} {reason}")]
     Region {
@@ -233,6 +236,7 @@ impl From<Error> for dmalane_dma::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Iova(error) => Self::Iova(error),
+            Error::Refused(error) => error,
             error => Self::Backend(Box::new(error)),
         }
     }

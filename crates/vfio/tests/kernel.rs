@@ -30,6 +30,7 @@ use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, run};
 use dmalane_vfio::{Backend, BarAlignment, Bdf, BusOptions, Error, Irq, RegionError, VfioBus, VfioContainer, backends};
 use edu::{Edu, EduQueue, FaultLog};
+use rustix::event::{PollFd, PollFlags};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -149,8 +150,8 @@ fn a_guests_memory_lies_at_its_addresses() {
     let mapping = map_at(0).unwrap();
     assert_eq!(mapping.span(), Span::new(Iova::new(0), 4 * page() as u64).unwrap());
     assert!(container.owns(&mapping) && container.mapped_bytes() == 4 * page() as u64);
-    assert!(matches!(map_at(page() as u64), Err(dma::Error::Iova(_))), "taken");
-    assert!(matches!(map_at(INTERRUPTS.0), Err(dma::Error::Iova(_))), "the addresses of interrupts");
+    assert!(matches!(map_at(page() as u64), Err(Error::Iova(_))), "taken");
+    assert!(matches!(map_at(INTERRUPTS.0), Err(Error::Iova(_))), "the addresses of interrupts");
     let bus = VfioBus::with_options(device.clone(), BusOptions::passive()).unwrap();
     let is_master = || {
         let mut command = [0; 2];
@@ -161,17 +162,48 @@ fn a_guests_memory_lies_at_its_addresses() {
     device.set_bus_master(true).unwrap();
     drop(bus);
     assert!(is_master(), "the guest's, not the bus's");
-    // Interrupts go to the eventfds that a VMM hands to KVM.
-    let events = InterruptEvents::new(1).unwrap();
-    assert!(device.irq_count(Irq::Msi).unwrap() >= 1 && device.irq_count(Irq::Msix).unwrap() == 0);
-    device.set_irqs(Irq::Msi, 0, &[Some(events.events()[0].as_fd())]).unwrap();
-    device.set_irqs(Irq::Msi, 0, &[None]).unwrap();
-    device.set_irqs(Irq::Msi, 0, &[]).unwrap();
-    assert!(matches!(device.set_irqs(Irq::Msix, 0, &[None]), Err(Error::Kernel { .. })), "the device has none");
-    let wanted_back = device.release_event().unwrap();
-    assert!(rustix::fs::fstat(&wanted_back).is_ok() && rustix::fs::fstat(device.as_fd()).is_ok());
     drop(mapping);
     drop(map_at(0).unwrap());
+}
+
+/// As a VMM does it: the eventfds are those that it hands to KVM.
+#[test]
+fn interrupts_and_the_wish_to_have_the_device_back_signal_eventfds() {
+    let bdf = edus()[0];
+    let container = container();
+    let device = container.open(&bdf).unwrap();
+    let bus = VfioBus::with_options(device.clone(), BusOptions::passive()).unwrap();
+    device.set_bus_master(true).unwrap();
+    assert!(device.irq_count(Irq::Msi).unwrap() >= 1 && device.irq_count(Irq::Msix).unwrap() == 0);
+    let events = InterruptEvents::new(1).unwrap();
+    device.set_irqs(Irq::Msi, 0, &[Some(events.events()[0].as_fd())]).unwrap();
+    assert!(!events.wait(Duration::from_millis(1)), "none yet");
+    // Of the line of legacy PCI the kernel would pass on the first one only: it masks the line until it is told.
+    for round in 0..2 {
+        edu::interrupt(&bus, 1 << round).unwrap();
+        assert!(events.wait(Duration::from_secs(10)), "interrupt {round}");
+        edu::acknowledge(&bus).unwrap();
+    }
+    for disabled in [&[None][..], &[]] {
+        device.set_irqs(Irq::Msi, 0, disabled).unwrap();
+        edu::interrupt(&bus, 1).unwrap();
+        assert!(!events.wait(Duration::from_millis(1)), "disabled");
+        edu::acknowledge(&bus).unwrap();
+    }
+    assert!(matches!(device.set_irqs(Irq::Msix, 0, &[None]), Err(Error::Kernel { .. })), "the device has none");
+
+    let event = device.release_event().unwrap();
+    let is_wanted_back = |patience: Duration| {
+        let mut polls = [PollFd::new(&event, PollFlags::IN)];
+        rustix::event::poll(&mut polls, Some(&patience.try_into().unwrap())).unwrap() == 1
+    };
+    assert!(!is_wanted_back(Duration::from_millis(1)), "not yet");
+    let unbinder =
+        std::thread::spawn(move || fs::write("/sys/bus/pci/drivers/vfio-pci/unbind", bdf.to_string()).unwrap());
+    assert!(is_wanted_back(LONG));
+    drop((bus, device, container));
+    unbinder.join().unwrap();
+    fs::write("/sys/bus/pci/drivers_probe", bdf.to_string()).unwrap();
 }
 
 #[test]

@@ -222,6 +222,7 @@ impl Reason {
 
 /// Why an array was refused. The VM is as it was.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct ArrayError {
     /// Which operation, from 0; `None` when it is the array as a whole.
     pub index: Option<usize>,

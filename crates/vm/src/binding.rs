@@ -9,6 +9,7 @@ use crate::Bo;
 /// One binding of a [`Vm`](crate::Vm), as it is now: a bind request, or what later requests have left of it. Requests
 /// that continue each other show as one.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Binding {
     /// Where.
     pub span: Span<DeviceVa>,

@@ -11,6 +11,7 @@ use crate::{Binding, BindingTarget, Bo, Vm};
 /// A run of mappings of a VM that continue each other, in leaves of one size. It does not depend on how the bindings
 /// behind it were cut.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct Mapped {
     /// Where.
     pub span: Span<DeviceVa>,

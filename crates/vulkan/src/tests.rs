@@ -83,7 +83,7 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
     let result = (|| {
         let table = memory.allocate(4 << 20, &Placement::Default).map_err(|e| error_chain(&e))?;
         let first = table.segments().next().expect("memory").addr;
-        let at = |offset: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + offset));
+        let at = |offset: u64| DeviceAddr::Card(first + offset);
         let bytes: Vec<u8> = (0..LEN).map(|i| (i * 31 % 251) as u8).collect();
         let queue = &mut *queues[0];
         let (buf, via) = register(&*registrar, &*heap, &bytes)?;
@@ -343,7 +343,7 @@ fn memory_of_several_buffers_of_the_driver_is_one_to_queues() {
     drop(run(&mut *gpu.queues[0], vec![Operation::write(host, at)]).unwrap());
     // Parts on both sides of each cut, into two pieces of host memory.
     let DeviceAddr::Card(first) = at else { panic!("a card address") };
-    let part = |offset: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + offset));
+    let part = |offset: u64| DeviceAddr::Card(first + offset);
     let cuts = [4u64 << 20, 8 << 20].map(|cut| (part(cut - 3000), 6144));
     let hosts = vec![gpu.host(&[0; 4096]), gpu.host(&[0; 8192])];
     let mut done = run(&mut *gpu.queues[0], vec![Operation::gather(Direction::ToHost, hosts, cuts.to_vec())]).unwrap();

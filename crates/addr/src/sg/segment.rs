@@ -15,6 +15,7 @@ pub struct Segment<A> {
 
 /// Result of [`SgIndex::segment_at`](crate::SgIndex::segment_at).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct SegmentAt<A> {
     /// Address of the byte at the offset.
     pub addr: A,

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 use std::sync::{Arc, LazyLock};
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, SgIndex, SgTable, Span};
 use dmalane_cuda::{Binds, Error, gpus};
 use dmalane_device::{AddressSpaceKind, Device, DriverCopy, MemoryError, Placement, SpaceError};
 use dmalane_dma::{AnonHeap, Heap, error_chain};
@@ -51,7 +51,7 @@ fn everything(name: &Name) -> Result<(), String> {
     gpus(name.library.as_deref()).map_err(|e| text(&e))?;
     let mut gpu = Gpu::open(name).map_err(|e| text(&e))?;
     let (table, span) = gpu.allocate(4 << 20)?;
-    let at = |offset: u64| DeviceAddr::Card(CardAddr::new(span.first().bits() + offset));
+    let at = |offset: u64| DeviceAddr::Card(span.first() + offset);
     let bytes = &*BYTES;
     gpu.write(0, at(0), bytes)?;
     // Two in one batch, and one that is too long for batches.
@@ -85,7 +85,7 @@ fn everything(name: &Name) -> Result<(), String> {
     let host = host.via.ok_or("it is registered")?;
     let copies =
         [(Direction::FromHost, 0u64, 3u64 << 20), (Direction::ToHost, 4096, 2 << 20)].map(|(direction, offset, to)| {
-            let at = CardAddr::new(span.first().bits() + to);
+            let at = span.first() + to;
             DriverCopy { direction, host: host.clone(), offset, at, len: 4096 }
         });
     driver.copy(&copies, 2).map_err(|e| text(&*e))?;
@@ -143,15 +143,15 @@ fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
     gpu.read(0, at, 5000)?;
     // The pages change places, then the second is taken away.
     let space = gpu.device.address_space();
-    let page = |i: u64| Span::new(DeviceVa::new(range.first().bits() + (i << 21)), 2 << 20).unwrap();
+    let page = |i: u64| Span::new(range.first() + (i << 21), 2 << 20).unwrap();
     let swap = |i: u64| {
         let (va, offset) = (page(i).first(), (1 - i) << 21);
         BindRequest::Bind { va, bo: bo.clone(), offset, len: 2 << 20, access: Access::RW }
     };
     let batch = [swap(0), swap(1), BindRequest::Prefetch(page(0)), BindRequest::Unbind(page(1))];
     space.apply(&batch).map_err(|e| error_chain(&e))?;
-    let third = Span::new(DeviceVa::new(range.first().bits() + (4 << 20)), 2 << 20).unwrap();
-    let odd = Span::new(DeviceVa::new(range.first().bits() + 4096), 4096).unwrap();
+    let third = Span::new(range.first() + (4 << 20), 2 << 20).unwrap();
+    let odd = Span::new(range.first() + 4096, 4096).unwrap();
     let mut gone = SgTable::new();
     gone.push(CardAddr::new(1 << 46), 2 << 20).unwrap();
     let gone = Arc::new(Bo::new(2, SgIndex::from_table(&gone).unwrap()));

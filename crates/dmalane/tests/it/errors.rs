@@ -9,6 +9,7 @@ use dmalane::device::contents::LockError;
 use dmalane::device::{IoError, MemoryError, Placement, SpaceError};
 use dmalane::file::{Fallback, FileDeviceError};
 use dmalane::load::fill::FillError;
+use dmalane::load::kept::KeepError;
 use dmalane::queue::{DeviceAddr, OpError, Refusal, RunError, StopReason};
 use dmalane::validate::{Phase, ValidateError};
 use dmalane::{BadDeviceSpec, CardServerError, OpenError, PciCardError};
@@ -95,6 +96,11 @@ fn all() -> Vec<Boxed> {
         load::Error::Fill(FillError::Memory { buffer: 1, source: memory() }).into(),
         FillError::Read { source_index: 1, at, error: failed() }.into(),
         FillError::Transfer { buffer: 1, offset: 4096, error: failed() }.into(),
+        KeepError::NoKeeper { path: path(), source: why() }.into(),
+        KeepError::Peer(peer()).into(),
+        KeepError::Device { what: "lend its memory", source: boxed() }.into(),
+        KeepError::System { what: "seal its memory", source: why() }.into(),
+        load::Error::Kept(KeepError::System { what: "seal its memory", source: why() }).into(),
         card::Error::Bus(backend()).into(),
         card::Error::Vm(unmapped()).into(),
         vm::PlanError { index: 1, error: unmapped() }.into(),
@@ -102,6 +108,7 @@ fn all() -> Vec<Boxed> {
         sim::Error::NoMemory { at: CardAddr::new(0), source: why() }.into(),
         sim::Error::NoThread(why()).into(),
         vfio::Error::Kernel { what: "open /dev/vfio/1".into(), source: why() }.into(),
+        vfio::Error::Refused(memory()).into(),
         vfio_user::Error::WrongServer { path: path(), source: peer() }.into(),
         daemon::ServerError::Listen { path: path(), source: why() }.into(),
         daemon::ServerError::Io(why()).into(),

@@ -83,6 +83,8 @@ macro_rules! formats {
                 type $format = $type;
                 $do
             })*
+            #[allow(unreachable_patterns)] // needed elsewhere only, where the enum is not exhaustive
+            _ => unreachable!("a format that the list has not"),
         }
     };
 }
@@ -109,6 +111,7 @@ macro_rules! ids {
         /// leads from it to the type; it is parsed from and displayed as [`Format::NAME`].
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[allow(non_camel_case_types)] // as in the list
+        #[non_exhaustive]
         pub enum FormatId {
             $(#[doc = concat!("`", stringify!($format), "`")] $name),*
         }
@@ -195,6 +198,7 @@ impl fmt::Display for FormatId {
 /// No page-table format has this name.
 #[cfg(feature = "alloc")]
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub struct UnknownFormat {
     /// The name that was asked for.
     pub name: alloc::string::String,

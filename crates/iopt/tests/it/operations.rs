@@ -999,7 +999,7 @@ fn lists_of_single_blocks() {
         // An empty table in the way of the fourth: pages instead.
         let flush = table.unmap(all).unwrap();
         table.free_tables(flush);
-        let there = Iova::new(start.bits() + 5 * BLOCK);
+        let there = start + 5 * BLOCK;
         table.map(there, PhysAddr::new(0), 4096, Access::RW).unwrap();
         let flush = table.clear(Span::new(there, 4096).unwrap()).unwrap();
         assert_eq!(flush.tables().len(), 0);
@@ -1037,7 +1037,7 @@ fn marks_in_table_entries<F: Format>(mark: u64) {
         next = PhysAddr::new(below);
     }
     assert_eq!(table.translate(at), Some(to));
-    let beside = Iova::new(at.bits() + 0x20_000); // where entries would be that are off by the mark
+    let beside = at + 0x20_000; // where entries would be that are off by the mark
     assert_eq!(table.translate(beside), None);
     table.map(beside, to, 4096, Access::RW).unwrap();
     assert_eq!((table.translate(beside), table.linked_tables()), (Some(to), F::LEVELS as usize - 1));

@@ -3,7 +3,6 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use dmalane_addr::FileOffset;
 use dmalane_dma::{Absent, BufferSlice, lock};
 
 use super::error::{Failed, FillError};
@@ -85,7 +84,7 @@ impl State<'_, '_> {
         if len == 0 || e.to > offset as u64 || e.to + e.len < (offset + len) as u64 {
             return Err(absent);
         }
-        let at = FileOffset::new(e.at.bits() + (offset as u64 - e.to));
+        let at = e.at + (offset as u64 - e.to);
         let begin = Instant::now();
         let slice = clocks.time(Stage::Read, || cached.fill(absent, e.source, at, len))?;
         lock(&self.progress).first_read.get_or_insert(begin);
@@ -140,7 +139,7 @@ impl State<'_, '_> {
             }
             self.pass_over(&mut rest, to);
             while rest.tag.offset < until.min(end) {
-                let at = FileOffset::new(e.at.bits() + (rest.tag.offset - to) as u64);
+                let at = e.at + (rest.tag.offset - to) as u64;
                 // Reads end where blocks of the buffer end, so that they stay aligned as they are.
                 let len = (until.min(end) - rest.tag.offset).min(block - rest.tag.offset % block);
                 let Some(mut fragment) = rest.split_off_front(len) else { break };

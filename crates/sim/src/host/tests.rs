@@ -51,7 +51,7 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
         // the top of the space, and words across a boundary
         let fault = port.hold().read_bytes(Iova::new(u64::MAX - 1), &mut [0; 4]).unwrap_err();
         assert_eq!(fault.reason, FaultReason::NotMapped);
-        let fault = port.hold().write_word(Iova::new(mapping.span().first().bits() + 4), 0).unwrap_err();
+        let fault = port.hold().write_word(mapping.span().first() + 4, 0).unwrap_err();
         assert_eq!(fault.reason, FaultReason::Misaligned);
 
         // a stale IOTLB does not outlive the mapping
@@ -155,7 +155,7 @@ fn page_table_walks_are_counted() {
         let mut held = port.hold();
         let before = held.entries_read();
         let into = SharedBuf::sparse("test", 4096).unwrap();
-        held.read(Iova::new(iova.bits() + at), into.as_volatile_slice().sub(0, 8).unwrap(), CopyHint::Keep).unwrap();
+        held.read(iova + at, into.as_volatile_slice().sub(0, 8).unwrap(), CopyHint::Keep).unwrap();
         held.entries_read() - before
     };
     assert_eq!((read(0), read(8)), (4, 0), "a walk through four levels, then none");
@@ -266,7 +266,7 @@ fn the_iotlb_never_mixes_buffers_up() {
             let (mapping, model, _) = &mut mapped[which];
             let at = below(model.len() as u64) as usize;
             let len = (below(9000) as usize).min(model.len() - at);
-            let iova = Iova::new(mapping.span().first().bits() + at as u64);
+            let iova = mapping.span().first() + at as u64;
             let mut got = vec![0; len];
             port.hold().read_bytes(iova, &mut got).unwrap();
             assert!(got == model[at..at + len], "round {round}");
@@ -306,7 +306,7 @@ proptest! {
         let mut port = host.port();
         for (write, at, len, byte) in ops {
             let len = len.min(buf.len() - at);
-            let iova = Iova::new(mapping.span().first().bits() + at as u64);
+            let iova = mapping.span().first() + at as u64;
             if write {
                 port.hold().write_bytes(iova, &vec![byte; len]).unwrap();
                 model[at..at + len].fill(byte);

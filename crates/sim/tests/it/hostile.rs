@@ -224,12 +224,12 @@ fn a_fault_of_the_iommu_says_where_and_why() {
         [(Status::HostNotMapped, FaultReason::NotMapped), (Status::HostNotPermitted, FaultReason::NotPermitted)];
     for (number, (status, reason)) in (0..).zip(cases) {
         let to = submit_read(&bus, &mut channel, 4096).unwrap();
-        let at = Iova::new(to.bits() + 512);
+        let at = to + 512;
         let entry = Iova::new(ring + u64::from(number) * CompletionEntry::BYTES as u64);
         let sequence = CompletionEntry::sequence_of(number);
         let word = CompletionEntry { cookie: number, status: status.code(), sequence }.word();
         port.hold().write_word(entry, at.bits()).unwrap();
-        port.hold().write_word(Iova::new(entry.bits() + 8), word).unwrap();
+        port.hold().write_word(entry + 8, word).unwrap();
         let done = drain(&mut channel, LONG);
         let fault = DmaFault { at, wanted: Direction::ToHost.host_access(), reason, done: 512 };
         assert_eq!((&done[0].result, done[0].bytes), (&Err(OpError::Fault(fault)), 512));

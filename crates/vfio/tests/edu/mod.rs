@@ -27,6 +27,7 @@ mod regs {
     /// Reads as the inverse of what was written.
     pub(super) const LIVENESS: u64 = 0x04;
     pub(super) const INTERRUPTS: u64 = 0x24;
+    pub(super) const RAISE: u64 = 0x60;
     pub(super) const ACKNOWLEDGE: u64 = 0x64;
     pub(super) const DMA_FROM: u64 = 0x80;
     pub(super) const DMA_TO: u64 = 0x88;
@@ -157,6 +158,11 @@ pub fn start(bus: &VfioBus, direction: Direction, host: Iova, card: CardAddr, le
 
 fn is_running(bus: &VfioBus) -> Result<bool, dma::Error> {
     Ok(u64::from(bus.read32(0, regs::DMA_COMMAND)?) & regs::RUN != 0)
+}
+
+/// Has the device raise an interrupt, whose bits [`acknowledge`] takes back.
+pub fn interrupt(bus: &VfioBus, bits: u32) -> Result<(), dma::Error> {
+    bus.write32(0, regs::RAISE, bits)
 }
 
 /// Acknowledges the interrupt: until then the device raises no other one.

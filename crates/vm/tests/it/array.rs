@@ -225,7 +225,8 @@ fn the_array_itself() {
     let mut longer = bytes.clone();
     longer[STRIDE + 9] = 3;
     let error = refused(&longer, 2 * STRIDE, 1);
-    assert_eq!(error, ArrayError { index: Some(0), reason: Reason::UnknownField { at: STRIDE, value: 3 } });
+    assert_eq!(error.index, Some(0));
+    assert_eq!(error.reason, Reason::UnknownField { at: STRIDE, value: 3 });
     assert_eq!((error.reason.errno().number(), error.reason.errno().name()), (7, "E2BIG"));
     assert_eq!(error.to_string(), "operation 0: byte 32 of it is 0x3, in a field that this version does not know");
 }

@@ -286,7 +286,7 @@ fn bad(n: u8, bos: &[Arc<Bo>]) -> (BindRequest, Expected) {
         11 => (bind_bytes(at, good, PAGE, good.len()), |e| matches!(e, Error::BeyondBo { .. })),
         12 => (bind_bytes(at, good, 0, u64::MAX), |e| matches!(e, Error::Wraps { .. } | Error::BeyondBo { .. })),
         13 => (BindRequest::Unbind(span(FIRST, RANGE_PAGES + 1)), |e| matches!(e, Error::OutsideVm { .. })),
-        _ => (bind_bytes(DeviceVa::new(at.bits() + 8), good, 0, PAGE), |e| matches!(e, Error::Misaligned { .. })),
+        _ => (bind_bytes(at + 8, good, 0, PAGE), |e| matches!(e, Error::Misaligned { .. })),
     }
 }
 

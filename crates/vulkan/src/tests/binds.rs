@@ -11,7 +11,7 @@ use crate::sparse::Held;
 
 /// An address in a range.
 fn within(range: Span<DeviceVa>, offset: u64) -> DeviceVa {
-    DeviceVa::new(range.first().bits() + offset)
+    range.first() + offset
 }
 
 /// A bind of bytes `offset..offset + len` of a buffer.
@@ -28,7 +28,7 @@ impl Opened {
     fn name_pages(&mut self, at: DeviceAddr, numbers: impl IntoIterator<Item = u64>, name: impl Fn(u64) -> u64) {
         let page = self.page();
         let DeviceAddr::Card(first) = at else { panic!("a card address") };
-        let at = |n| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + n * page));
+        let at = |n| DeviceAddr::Card(first + n * page);
         let fills = numbers.into_iter().map(|n| Operation::fill(at(n), 8, name(n)));
         drop(run(&mut *self.queues[0], fills.collect()).unwrap());
     }
@@ -401,7 +401,7 @@ fn a_batch_that_fails_half_way_shows_nothing_and_keeps_what_may_be_bound() {
         let memories = left(&gpu.live)[0];
         let space = gpu.device.address_space();
         let range = space.reserve(&table, PAGES * page).unwrap();
-        let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
+        let va = |n: u64| range.first() + n * page;
         let backwards = |bo: &Arc<Bo>| {
             let bind = |n| {
                 let offset = (PAGES - 1 - n) * page;

@@ -146,7 +146,7 @@ fn memory_that_is_not_imported_by_its_address_is_imported_as_one() {
             .unwrap()
     };
     let DeviceAddr::Card(first) = at else { panic!("a card address") };
-    let half = |n: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + n * SIZE as u64 / 2));
+    let half = |n: u64| DeviceAddr::Card(first + n * SIZE as u64 / 2);
     for (seed, ((kind, from), (_, to))) in kinds().into_iter().zip(kinds()).enumerate() {
         let bytes = pattern(seed);
         write(&from, &bytes);
@@ -252,9 +252,7 @@ fn bytes_are_shared(mut gpu: Opened) {
     assert!(bytes_of(run(&mut *gpu.queues[0], vec![back]).unwrap().remove(0)) == others, "what the GPU reads");
     // A part that begins later; more than there is; a call that fails.
     let only = table.segments().next().unwrap();
-    let of = |offset: u64, len: u64| {
-        gpu.device.export_dma_buf(Span::new(dmalane_addr::CardAddr::new(only.addr.bits() + offset), len).unwrap())
-    };
+    let of = |offset: u64, len: u64| gpu.device.export_dma_buf(Span::new(only.addr + offset, len).unwrap());
     assert_eq!(of(4096, 4096).unwrap().1, 4096);
     assert!(matches!(of(0, only.len * 2), Err(Error::NotAllocated(_) | Error::Range(_))));
     gpu.faults.fail_call("vkGetMemoryFdKHR", vk::Result::ERROR_OUT_OF_HOST_MEMORY);

@@ -36,7 +36,7 @@ pub fn kernel(probe: &Probe) -> Check {
 pub fn memory(probe: &Probe) -> Check {
     let subject =
         Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --chunk of host buffers");
-    let Some(Room { bytes, limited_by }) = room_at(&probe.place("/")) else { return subject.note("unknown") };
+    let Some(Room { bytes, limited_by, .. }) = room_at(&probe.place("/")) else { return subject.note("unknown") };
     let found = format!("{} available ({limited_by})", binary(bytes));
     if bytes < LEAST_MEMORY {
         let fix = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed, or raise the limit";

@@ -138,7 +138,7 @@ impl Bench {
             page * ((number >> 33) % pages)
         });
         let offsets: Vec<u64> = offsets.collect();
-        let va = |i: u64| DeviceVa::new(first.bits() + i * page);
+        let va = |i: u64| first + i * page;
         let unbinds = (0..binds).filter_map(|i| Span::new(va(i), page)).map(BindRequest::Unbind).collect::<Vec<_>>();
 
         // As in the kernel, whose first bind of a buffer in a VM makes the index.
