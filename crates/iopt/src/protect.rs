@@ -7,7 +7,7 @@ use crate::list::List;
 use crate::unmap::Dirty;
 use crate::{Entry, Error, FlushList, Format, Leaf, PageTable, Tables, slots};
 
-/// What leaves become, and who is told of it.
+/// The access that leaves get, and who is told of each.
 struct Change<'i, 'd, I, O> {
     access: Access,
     invalidate: Option<&'i mut dyn FnMut(Span<I>)>,

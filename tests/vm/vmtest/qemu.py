@@ -34,7 +34,8 @@ EDU_BEHIND_BRIDGE = [
 # The IOMMU of the suites, with tables of three levels, and others by name.
 INTEL, AMD = "intel-iommu,intremap=on", "amd-iommu,intremap=on"
 IOMMUS = {"vtd48": f"{INTEL},aw-bits=48", "amd": AMD}
-# Those of QEMU 11: tables that grow with the addresses, to six levels, and a processor's tables.
+# Those of QEMU 11: tables that grow with the addresses, to six levels, and a processor's tables. Without `dma-remap`
+# copies of a device do not arrive where its tables say.
 NEWER_IOMMUS = {"amd64": f"{AMD},dma-remap=on", "vtd-first": f"{INTEL},scalable-mode=on,fsts=on"}
 
 

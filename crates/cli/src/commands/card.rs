@@ -81,11 +81,11 @@ impl Serve {
         })?;
         let server = Arc::new(server);
         let stopped = Arc::downgrade(&server);
-        std::thread::spawn(move || {
+        std::thread::Builder::new().spawn(move || {
             let _ = stop.read(&mut [0]);
             stopped.upgrade().inspect(|server| server.remove_socket());
             std::process::exit(0)
-        });
+        })?;
         output::print(&format!("listening at {}\n", plain(&self.vfio_user.to_string_lossy())))?;
         for client in 1u64.. {
             let line = match server.accept().and_then(CardClient::serve) {

@@ -111,7 +111,7 @@ impl Keep {
         let (ends, end) = UnixStream::pair()?;
         let mut orderly = ends.try_clone()?;
         let (tell, told) = channel();
-        let first = thread::spawn(move || {
+        let first = thread::Builder::new().spawn(move || {
             for model in &models {
                 let options = KeepOptions { socket: Some(socket.clone()), ..KeepOptions::default() };
                 if let Err(e) = kept::attach_or_keep([model], &options, |_| ControlFlow::Continue(())) {
@@ -122,12 +122,12 @@ impl Keep {
             }
             // Closed, it would end the keeper.
             ends
-        });
-        thread::spawn(move || {
+        })?;
+        thread::Builder::new().spawn(move || {
             let _ = stop.read(&mut [0]);
             // It reads this, and frees what it holds.
             let _ = orderly.write_all(&[0]);
-        });
+        })?;
         keeper.run(listener, end.as_fd()).map_err(|e| Failure::because("the keeper cannot go on", &e))?;
         drop(first);
         match told.try_recv() {
@@ -150,8 +150,7 @@ fn store(socket: &Path, passed: Vec<(String, OwnedFd)>) -> Result<Store, Failure
         holder.arg0("dmalaned").arg("hold").arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // Not interrupted with this process by a terminal.
         let mut holder = holder.process_group(0).spawn()?;
-        thread::spawn(move || holder.wait());
-        Ok(())
+        thread::Builder::new().spawn(move || holder.wait()).map(drop)
     };
     let holder = Holder { path: PathBuf::from(format!("{}.held", socket.display())), start };
     Store::of_holder(holder).map_err(|e| Failure::because("cannot start the process that holds models", &e))
