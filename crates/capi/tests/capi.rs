@@ -260,14 +260,9 @@ fn a_device_without_its_process_is_lost() {
     let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
     let program = compile("cc", "tests/lost.c", "capi-lost", &["-std=c11"], &library);
     let folder = tempfile::tempdir().unwrap();
-    // A daemon that is stopped keeps what its clients gave it, without a time limit.
-    for (kind, how) in [
-        ("vfio-user", "idle"),
-        ("vfio-user", "flying"),
-        ("vfio-user", "stopped"),
-        ("daemon", "idle"),
-        ("daemon", "flying"),
-    ] {
+    for (kind, how) in
+        ["vfio-user", "daemon"].into_iter().flat_map(|kind| ["idle", "flying", "stopped"].map(|how| (kind, how)))
+    {
         let socket = folder.path().join(format!("{kind}-{how}"));
         let served = Served::start(TEST, kind, &socket);
         let device = format!("{kind}:{}", socket.display());

@@ -2,7 +2,7 @@
 //!
 //! One message pins and maps a buffer; starting and stopping a queue are messages too. Doorbells, statuses and wake-up
 //! requests are words of the register page. A driver that polls therefore makes no system call, except for an
-//! occasional check that the daemon is still running.
+//! occasional check that the daemon is still running and answers: a page stays as it is when its daemon is stopped.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -32,6 +32,9 @@ use crate::wire::{
 
 /// Status reads between two checks that the daemon is still running.
 const STATUS_READS_PER_CHECK: u32 = 64;
+/// A daemon that has said nothing for this time, counted between checks, is asked for an answer. At most so much of the
+/// time between two checks counts: the daemon is not to blame for the time in which this process did not run.
+const ASK_AFTER: Duration = Duration::from_secs(1);
 
 /// An error of a client.
 #[derive(Clone, Debug, Error)]
@@ -139,10 +142,22 @@ impl ClientOptions {
 struct Transport {
     options: ClientOptions,
     socket: OwnedFd,
-    /// The number of the next request.
-    next: Mutex<u64>,
+    line: Mutex<Line>,
     /// The connection has ended, and every request fails.
     gone: AtomicBool,
+    /// The daemon does not answer, and its status is unknown until it does.
+    silent: AtomicBool,
+}
+
+/// What a transport knows about its daemon's answers.
+struct Line {
+    /// The number of the next request.
+    next: u64,
+    /// A check awaits an answer.
+    asked: bool,
+    last_check: Instant,
+    /// Time since the daemon was heard, as checks count it.
+    quiet: Duration,
 }
 
 impl Transport {
@@ -158,7 +173,9 @@ impl Transport {
         };
         check_peer(&socket, &options.server_uids)
             .map_err(|source| ClientError::WrongServer { path: path(), source })?;
-        let transport = Self { options, socket, next: Mutex::new(1), gone: AtomicBool::new(false) };
+        let line = Line { next: 1, asked: false, last_check: Instant::now(), quiet: Duration::ZERO };
+        let (gone, silent) = (AtomicBool::new(false), AtomicBool::new(false));
+        let transport = Self { options, socket, line: Mutex::new(line), gone, silent };
         let hello: HelloAnswer = transport.ask(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;
         if hello.version.get() != VERSION {
             return Err(transport.bad("a protocol version that the client did not offer"));
@@ -184,13 +201,42 @@ impl Transport {
         if self.gone.load(Ordering::Relaxed) { Err(self.gone()) } else { Ok(()) }
     }
 
-    /// Checks whether the daemon has closed the connection.
+    /// Checks whether the daemon has closed the connection, and whether it answers.
     fn check(&self) {
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let end = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
         if poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(end) {
             self.gone();
+            return;
         }
+        // Another thread's request awaits an answer itself.
+        let Ok(mut line) = self.line.try_lock() else { return };
+        let now = Instant::now();
+        let before = std::mem::replace(&mut line.last_check, now);
+        line.quiet += now.saturating_duration_since(before).min(ASK_AFTER);
+        if line.quiet < ASK_AFTER {
+            return;
+        }
+        if matches!(socket::receive(&self.socket, &mut [0; MAX_MESSAGE], &mut Vec::new()), Ok(Received::Message(_))) {
+            self.heard(&mut line);
+        } else if line.quiet >= ASK_AFTER.saturating_add(self.options.timeout) {
+            self.silent.store(true, Ordering::Relaxed);
+        }
+        if !line.asked && line.quiet >= ASK_AFTER {
+            let question = ClientRequest::Read { bar: BAR_REGISTERS, offset: regs::ID }.encode(line.next);
+            line.asked = socket::send(&self.socket, &question, &[], false).is_ok();
+            line.next += u64::from(line.asked);
+        }
+    }
+
+    fn heard(&self, line: &mut Line) {
+        (line.asked, line.quiet) = (false, Duration::ZERO);
+        self.silent.store(false, Ordering::Relaxed);
+    }
+
+    /// Fails while the daemon does not answer.
+    fn answers(&self) -> Result<(), ClientError> {
+        if self.silent.load(Ordering::Relaxed) { Err(self.timeout()) } else { Ok(()) }
     }
 
     /// Sends a request and waits for the answer of this type.
@@ -206,12 +252,16 @@ impl Transport {
         fds: &[BorrowedFd<'_>],
         patience: Option<Duration>,
     ) -> Result<Vec<u8>, ClientError> {
+        if self.silent.load(Ordering::Relaxed) {
+            self.check();
+        }
         self.alive()?;
+        self.answers()?;
         let deadline = patience.and_then(|patience| Instant::now().checked_add(patience));
         // Until the answer is here.
-        let mut next = lock(&self.next);
-        let seqno = *next;
-        *next += 1;
+        let mut line = lock(&self.line);
+        let seqno = line.next;
+        line.next += 1;
         match socket::send(&self.socket, &request.encode(seqno), fds, true) {
             Ok(()) => {}
             // The daemon may have sent a reason before it closed the connection.
@@ -237,6 +287,7 @@ impl Transport {
                 }
                 Err(source) => return Err(ClientError::System { what: "cannot receive from the daemon", source }),
             };
+            self.heard(&mut line);
             let Ok((header, body)) = MessageHeader::ref_from_prefix(&buffer[..n]) else {
                 return Err(self.bad("a message shorter than a header"));
             };
@@ -445,7 +496,11 @@ impl Mmio for Client {
                     {
                         self.0.transport.check();
                     }
-                    return Ok(if self.0.transport.alive().is_err() { 0 } else { self.0.page.status(queue) });
+                    if self.0.transport.alive().is_err() {
+                        return Ok(0);
+                    }
+                    self.0.transport.answers()?;
+                    return Ok(self.0.page.status(queue));
                 }
                 regs::CH_DOORBELL => return Ok(self.0.page.doorbell(queue)),
                 regs::CH_INTERRUPT => return Ok(self.0.page.wakeup_wanted(queue)),
@@ -494,17 +549,21 @@ impl Mmio for Client {
     fn wait(&self, timeout: Duration) -> bool {
         let Inner { transport, call, .. } = &*self.0;
         let fds = [Some(call.as_fd()), Some(transport.socket.as_fd())];
-        if transport.alive().is_err() || readable(fds, Some(timeout)) == [false; 2] {
+        if transport.alive().is_err() {
             return false;
         }
-        socket::drain(call);
+        let called = readable(fds, Some(timeout)) != [false; 2];
+        if called {
+            socket::drain(call);
+        }
         transport.check();
-        true
+        called
     }
 }
 
 impl Undo for Inner {
     /// Waits without a timeout for the answer or the end of the connection: until then the card may access the memory.
+    /// Not when the daemon is known not to answer: then the memory is never used again.
     fn unmap(&self, lease: Lease<Iova>) -> bool {
         let request = ClientRequest::Unmap { iova: lease.span().first().bits() };
         if !matches!(self.transport.exchange(&request, &[], None), Ok(_) | Err(ClientError::Disconnected(_))) {

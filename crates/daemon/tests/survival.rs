@@ -298,6 +298,71 @@ fn a_stopped_process_of_a_client_ends_with_the_daemon() {
     }
 }
 
+/// Its operations are neither ended nor lost when it goes on.
+#[test]
+fn a_daemon_that_is_stopped_is_lost_until_it_goes_on() {
+    if let Some(socket) = std::env::var_os(SOCKET) {
+        return daemon_to_be_killed(Path::new(&socket));
+    }
+    let _one = one();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let (mut daemon, _lines) = spawn("a_daemon_that_is_stopped_is_lost_until_it_goes_on", &path);
+    let timeout = Duration::from_secs(2);
+    let client = Client::connect(ClientOptions { timeout, ..ClientOptions::new(&path) }).unwrap();
+    let mut driven = Driven::new(client, MIB);
+    let mut processes = vec![daemon.id()];
+    let mut next = 0;
+    while let Some(pid) = processes.get(next) {
+        processes.extend(children(*pid));
+        next += 1;
+    }
+    let all = |signal| {
+        for pid in processes.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
+            rustix::process::kill_process(pid, signal).unwrap();
+        }
+    };
+    let mut ended = Vec::new();
+    let (start, mut checked) = (Instant::now(), 0);
+    // While it runs, one that has nothing to do for longer than the time limit is there.
+    while start.elapsed() < timeout * 2 {
+        driven.queue.wait(&mut ended, Duration::from_millis(100));
+        checked += 1;
+    }
+    assert!(checked > 10 && driven.queue.halted().is_none());
+    all(rustix::process::Signal::STOP);
+    std::thread::sleep(Duration::from_millis(100)); // its threads go on for a moment
+    let count = many_in_flight(&mut driven, 16);
+    let start = Instant::now();
+    while driven.queue.halted().is_none() {
+        driven.queue.wait(&mut ended, Duration::from_millis(100));
+        assert!(start.elapsed() < LONG);
+    }
+    assert!(start.elapsed() >= timeout && matches!(driven.queue.halted(), Some(StopReason::Lost(_))));
+    assert_eq!((ended.len(), driven.queue.in_flight()), (0, count), "the card may still access the memory");
+    assert!(!driven.queue.restart());
+    assert!(driven.client.gone().is_none() && driven.client.buffer(MIB).is_ok());
+    let start = Instant::now();
+    let asked = driven.client.read32(0, 0);
+    assert!(asked.is_err() && start.elapsed() < timeout, "nobody waits for it again: {asked:?}");
+    all(rustix::process::Signal::CONT);
+    while driven.queue.in_flight() > 0 {
+        driven.queue.wait(&mut ended, Duration::from_millis(100));
+        assert!(start.elapsed() < LONG);
+    }
+    assert_eq!(ended.len(), count);
+    assert!(driven.queue.restart());
+    driven.part = Some(ended.remove(0).operation.into_slice().unwrap());
+    ended.clear();
+    let count = many_in_flight(&mut driven, 1);
+    while ended.len() < count {
+        driven.queue.wait(&mut ended, LONG);
+    }
+    assert_eq!(ended[0].result, Ok(()));
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+}
+
 #[test]
 fn a_daemon_is_killed_and_started_again() {
     if let Some(socket) = std::env::var_os(SOCKET) {
