@@ -260,9 +260,8 @@ fn a_device_without_its_process_is_lost() {
     let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
     let program = compile("cc", "tests/lost.c", "capi-lost", &["-std=c11"], &library);
     let folder = tempfile::tempdir().unwrap();
-    for (kind, how) in
-        ["vfio-user", "daemon"].into_iter().flat_map(|kind| ["idle", "flying", "stopped"].map(|how| (kind, how)))
-    {
+    let ways = [("vfio-user", ["idle", "flying", "stopped"]), ("daemon", ["idle", "flying", "unmapping"])];
+    for (kind, how) in ways.into_iter().flat_map(|(kind, ways)| ways.map(|how| (kind, how))) {
         let socket = folder.path().join(format!("{kind}-{how}"));
         let served = Served::start(TEST, kind, &socket);
         let device = format!("{kind}:{}", socket.display());
@@ -280,7 +279,7 @@ fn a_device_without_its_process_is_lost() {
         let operation = Operation::write((buffer.into_slice(), via), at);
         let queue = opened.queue_mut();
         let operation = run(queue, operation, Duration::from_secs(60)).unwrap();
-        let stopped = how == "stopped";
+        let stopped = !matches!(how, "idle" | "flying");
         let signal = if stopped { "-STOP" } else { "-KILL" };
         let sent = Command::new("kill").args([signal, "--", &format!("-{}", served.0.id())]).status().unwrap();
         assert!(sent.success());

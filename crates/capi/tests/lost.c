@@ -1,5 +1,5 @@
 /* lost DEVICE PID HOW: a device whose process is killed (HOW is "idle": with nothing in flight; "flying": with
- * operations in flight) or stopped for good ("stopped"); or killed, with one call after that ("bind", "memory", or the
+ * operations in flight) or stopped for good ("stopped"; "unmapping": while another thread destroys memory); or killed, with one call after that ("bind", "memory", or the
  * path of a file to load). Prints nothing and gives 0 when all is right. */
 #define _GNU_SOURCE
 #include "dmalane.h"
@@ -43,11 +43,18 @@ static void *kill_later(void *killed)
 	return NULL;
 }
 
+static void *destroy(void *memory)
+{
+	CHECK(!dml_memory_destroy(*(dml_memory *)memory));
+	return NULL;
+}
+
 int main(int argc, char **argv)
 {
 	if (argc != 4) return 2;
 	group = atoi(argv[2]);
-	int idle = !strcmp(argv[3], "idle"), stopped = !strcmp(argv[3], "stopped");
+	int idle = !strcmp(argv[3], "idle"), unmapping = !strcmp(argv[3], "unmapping");
+	int stopped = unmapping || !strcmp(argv[3], "stopped");
 	dml_target target;
 	dml_memory memory;
 	uint32_t handle;
@@ -99,13 +106,16 @@ int main(int argc, char **argv)
 	if (failed) return 1;
 
 	double lost = now();
-	pthread_t killer;
+	pthread_t killer, destroyer;
+	dml_memory unmapped;
+	if (unmapping) CHECK(!dml_memory_create(target, LEN, &unmapped, &data));
 	if (idle) {
 		CHECK(!kill(-group, SIGKILL));
 	} else {
 		CHECK(!kill(-group, SIGSTOP));
 		usleep(100000); /* its threads go on for a moment */
 		if (!stopped) CHECK(!pthread_create(&killer, NULL, kill_later, &lost));
+		if (unmapping) CHECK(!pthread_create(&destroyer, NULL, destroy, &unmapped));
 	}
 	/* It may be noticed here, or later. */
 	int32_t result = dml_target_submit(target, ops, sizeof *ops, OPERATIONS, &count);
@@ -120,6 +130,7 @@ int main(int argc, char **argv)
 		ended += count;
 	}
 	if (!idle && !stopped) CHECK(!pthread_join(killer, NULL));
+	if (unmapping) CHECK(!pthread_join(destroyer, NULL));
 	CHECK(idle || without);
 	/* 2 s, after the 10 s in which a process may answer; and a machine that is busy. */
 	CHECK(now() - lost < (stopped ? 25 : 10));

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
@@ -32,8 +32,8 @@ use crate::wire::{
 
 /// Status reads between two checks that the daemon is still running.
 const STATUS_READS_PER_CHECK: u32 = 64;
-/// A daemon that has said nothing for this time, counted between checks, is asked for an answer. At most so much of the
-/// time between two checks counts: the daemon is not to blame for the time in which this process did not run.
+/// A daemon that has said nothing for this time is asked for an answer. Of the time between two checks of whether it is
+/// there, at most so much counts: the daemon is not to blame for the time in which this process did not run.
 const ASK_AFTER: Duration = Duration::from_secs(1);
 
 /// An error of a client.
@@ -153,11 +153,10 @@ struct Transport {
 struct Line {
     /// The number of the next request.
     next: u64,
-    /// A check awaits an answer.
-    asked: bool,
-    last_check: Instant,
-    /// Time since the daemon was heard, as checks count it.
-    quiet: Duration,
+    /// When the daemon was last heard.
+    heard: Instant,
+    /// A check awaits an answer: the last time that it looked for one, and how long it has waited.
+    asked: Option<(Instant, Duration)>,
 }
 
 impl Transport {
@@ -173,7 +172,7 @@ impl Transport {
         };
         check_peer(&socket, &options.server_uids)
             .map_err(|source| ClientError::WrongServer { path: path(), source })?;
-        let line = Line { next: 1, asked: false, last_check: Instant::now(), quiet: Duration::ZERO };
+        let line = Line { next: 1, heard: Instant::now(), asked: None };
         let (gone, silent) = (AtomicBool::new(false), AtomicBool::new(false));
         let transport = Self { options, socket, line: Mutex::new(line), gone, silent };
         let hello: HelloAnswer = transport.ask(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;
@@ -187,7 +186,9 @@ impl Transport {
         ClientError::BadAnswer { path: self.options.path.clone(), what }
     }
 
+    /// The daemon has not answered in time.
     fn timeout(&self) -> ClientError {
+        self.silent.store(true, Ordering::Relaxed);
         ClientError::Timeout { path: self.options.path.clone(), after: self.options.timeout }
     }
 
@@ -203,34 +204,40 @@ impl Transport {
 
     /// Checks whether the daemon has closed the connection, and whether it answers.
     fn check(&self) {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
+        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP | PollFlags::IN)];
         let end = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
-        if poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(end) {
+        let events = poll(&mut fds, Some(&Timespec::default())).map_or(PollFlags::empty(), |_| fds[0].revents());
+        if events.intersects(end) {
             self.gone();
             return;
         }
-        // Another thread's request awaits an answer itself.
-        let Ok(mut line) = self.line.try_lock() else { return };
+        // Another thread's request awaits an answer itself, for as long at most.
+        let mut line = match self.line.try_lock() {
+            Ok(line) => line,
+            Err(TryLockError::Poisoned(line)) => line.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
         let now = Instant::now();
-        let before = std::mem::replace(&mut line.last_check, now);
-        line.quiet += now.saturating_duration_since(before).min(ASK_AFTER);
-        if line.quiet < ASK_AFTER {
-            return;
-        }
-        if matches!(socket::receive(&self.socket, &mut [0; MAX_MESSAGE], &mut Vec::new()), Ok(Received::Message(_))) {
-            self.heard(&mut line);
-        } else if line.quiet >= ASK_AFTER.saturating_add(self.options.timeout) {
-            self.silent.store(true, Ordering::Relaxed);
-        }
-        if !line.asked && line.quiet >= ASK_AFTER {
+        if events.contains(PollFlags::IN) {
+            // Of a request that timed out, or of a check: only that there is an answer counts.
+            if let Ok(Received::Message(_)) = socket::receive(&self.socket, &mut [0; MAX_MESSAGE], &mut Vec::new()) {
+                self.heard(&mut line, now);
+            }
+        } else if let Some((last, waited)) = &mut line.asked {
+            *waited += now.saturating_duration_since(std::mem::replace(last, now)).min(ASK_AFTER);
+            if *waited >= self.options.timeout {
+                self.silent.store(true, Ordering::Relaxed);
+            }
+        } else if now.saturating_duration_since(line.heard) >= ASK_AFTER {
             let question = ClientRequest::Read { bar: BAR_REGISTERS, offset: regs::ID }.encode(line.next);
-            line.asked = socket::send(&self.socket, &question, &[], false).is_ok();
-            line.next += u64::from(line.asked);
+            if socket::send(&self.socket, &question, &[], false).is_ok() {
+                (line.next, line.asked) = (line.next + 1, Some((now, Duration::ZERO)));
+            }
         }
     }
 
-    fn heard(&self, line: &mut Line) {
-        (line.asked, line.quiet) = (false, Duration::ZERO);
+    fn heard(&self, line: &mut Line, now: Instant) {
+        (line.heard, line.asked) = (now, None);
         self.silent.store(false, Ordering::Relaxed);
     }
 
@@ -241,25 +248,20 @@ impl Transport {
 
     /// Sends a request and waits for the answer of this type.
     fn ask<T: FromBytes>(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<T, ClientError> {
-        let body = self.exchange(request, fds, Some(self.options.timeout))?;
+        let body = self.exchange(request, fds)?;
         T::read_from_bytes(&body).map_err(|_| self.bad("an answer of the wrong length"))
     }
 
-    /// Sends a request and waits for the body of its answer, without `patience` until the connection ends.
-    fn exchange(
-        &self,
-        request: &ClientRequest<'_>,
-        fds: &[BorrowedFd<'_>],
-        patience: Option<Duration>,
-    ) -> Result<Vec<u8>, ClientError> {
+    /// Sends a request and waits for the body of its answer.
+    fn exchange(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, ClientError> {
         if self.silent.load(Ordering::Relaxed) {
             self.check();
         }
-        self.alive()?;
-        self.answers()?;
-        let deadline = patience.and_then(|patience| Instant::now().checked_add(patience));
         // Until the answer is here.
         let mut line = lock(&self.line);
+        self.alive()?;
+        self.answers()?;
+        let start = Instant::now();
         let seqno = line.next;
         line.next += 1;
         match socket::send(&self.socket, &request.encode(seqno), fds, true) {
@@ -271,11 +273,11 @@ impl Transport {
         }
         let mut buffer = [0; MAX_MESSAGE];
         loop {
-            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
+            let left = self.options.timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
                 return Err(self.timeout());
             }
-            readable([Some(self.socket.as_fd())], left);
+            readable([Some(self.socket.as_fd())], Some(left));
             let n = match socket::receive(&self.socket, &mut buffer, &mut Vec::new()) {
                 Ok(Received::Message(n)) => n,
                 Ok(Received::Nothing) => continue,
@@ -287,7 +289,7 @@ impl Transport {
                 }
                 Err(source) => return Err(ClientError::System { what: "cannot receive from the daemon", source }),
             };
-            self.heard(&mut line);
+            self.heard(&mut line, Instant::now());
             let Ok((header, body)) = MessageHeader::ref_from_prefix(&buffer[..n]) else {
                 return Err(self.bad("a message shorter than a header"));
             };
@@ -562,11 +564,10 @@ impl Mmio for Client {
 }
 
 impl Undo for Inner {
-    /// Waits without a timeout for the answer or the end of the connection: until then the card may access the memory.
-    /// Not when the daemon is known not to answer: then the memory is never used again.
+    /// The card may access the memory until the daemon has answered or the connection has ended.
     fn unmap(&self, lease: Lease<Iova>) -> bool {
         let request = ClientRequest::Unmap { iova: lease.span().first().bits() };
-        if !matches!(self.transport.exchange(&request, &[], None), Ok(_) | Err(ClientError::Disconnected(_))) {
+        if !matches!(self.transport.exchange(&request, &[]), Ok(_) | Err(ClientError::Disconnected(_))) {
             return false; // the mapping may still exist, so its addresses stay reserved
         }
         lock(&self.iovas).free(lease);
@@ -607,7 +608,7 @@ pub fn status(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
     let mut first = 0;
     let mut clients = Vec::new();
     loop {
-        let body = transport.exchange(&ClientRequest::Status { first }, &[], Some(options.timeout))?;
+        let body = transport.exchange(&ClientRequest::Status { first }, &[])?;
         let bad = || transport.bad("a status answer of the wrong length");
         let (answer, rest) = StatusAnswer::read_from_prefix(&body).map_err(|_| bad())?;
         for row in rest.chunks(size_of::<ClientStatus>()) {
