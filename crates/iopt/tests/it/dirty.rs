@@ -298,19 +298,22 @@ fn no_mark_is_lost<F: Format>(operations: u64) {
     assert_eq!(device.untold(all), None);
 }
 
-/// A mark on an entry of a group outside of the span that is asked for.
+/// A mark on an entry of a group outside of the span that is asked for, at each level that has groups.
 fn groups_are_looked_at_whole<F: Format>() {
-    let Sizes { page, .. } = sizes::<F>();
-    let group = page << F::GROUP_BITS[F::LEVELS as usize - 1];
-    if F::DIRTY == 0 || group == page {
-        return;
+    let levels = F::LEVELS as usize;
+    for level in (0..levels).filter(|level| F::DIRTY != 0 && F::GROUP_BITS[*level] > 0) {
+        let page = F::GRANULE.bytes() << (F::INDEX_BITS as usize * (levels - 1 - level));
+        group_is_looked_at_whole::<F>(page, page << F::GROUP_BITS[level]);
     }
+}
+
+fn group_is_looked_at_whole<F: Format>(page: u64, group: u64) {
     let span = |at, len| Span::new(Iova::new(at), len).unwrap();
     let model = Model::<F>::new(1);
     let Model { device, mut table } = model;
     device.targets.borrow_mut().push(group + page);
-    table.map(Iova::new(group), PhysAddr::new(group), group, Access::RW).unwrap();
     device.root.set(None);
+    table.map(Iova::new(group), PhysAddr::new(group), group, Access::RW).unwrap();
     table.take_dirty(span(group, group), |_| ()).unwrap();
     for part in
         [span(group + group / 2, group / 2), span(group, page), span(2 * group - page, page), span(0, 2 * group)]
@@ -321,7 +324,8 @@ fn groups_are_looked_at_whole<F: Format>() {
         }
         device.root.set(None);
         let mut found = Vec::new();
-        assert_eq!(table.take_dirty(part, |leaf| found.push(leaf)), Ok(1), "{}", F::NAME);
+        let taken = table.take_dirty(part, |leaf| found.push(leaf));
+        assert_eq!(taken, Ok(1), "{}: {part} of groups of {group:#x}", F::NAME);
         assert_eq!(found, [table.lookup(Iova::new(group)).unwrap()]);
         assert_eq!(table.take_dirty(span(0, 4 * group), |_| ()), Ok(0));
         device.written.borrow_mut().clear();

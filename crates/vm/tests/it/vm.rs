@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, SgIndex, Span};
-use dmalane_iopt::{Arm64S1_4k, Armv7, Format, HeapTables, TableShape, Tables, X86_64_4Level};
+use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, TablePool, TableShape, Tables, X86_64_4Level};
 use dmalane_vm::{AnyVm, BindRequest, BindingTarget, Bo, Committed, Error, PlanError, Vm};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -421,42 +421,51 @@ fn a_vm_that_cannot_be() {
 /// The cases that Linux lists for its GPU VA manager (kernel documentation, "DRM GPUVM", "Split and Merge"), without
 /// its merging. One binding of buffer 0 is at pages 4 to 7 from page 10 of the buffer; request pages; what must be
 /// there.
-/// Memory for tables that goes on behind the last address that an entry can name.
+/// Memory for tables, of each kind, that goes on behind the last address that an entry can name.
 #[test]
 fn table_memory_at_the_end_of_addresses() {
-    fn fill<F: Format>() {
-        let shape = TableShape::of::<F>();
-        let range = Span::new(DeviceVa::new(0), 1 << F::INPUT_BITS).unwrap();
+    fn fill<F: Format, T: Tables<Addr = CardAddr>>(tables: T, few: bool) {
+        let range = Span::inclusive(DeviceVa::new(0), DeviceVa::new(u64::MAX >> (64 - F::INPUT_BITS))).unwrap();
         let page = F::GRANULE.bytes();
         let bo =
             Arc::new(Bo::of_segments(1, [Segment { addr: CardAddr::new(0), len: page << F::INDEX_BITS }]).unwrap());
-        for tables in 0..5 {
-            let base = (1 << F::OUTPUT_BITS) - (1 + tables) * shape.root.bytes();
-            let mut vm = Vm::<F, _>::new(range, HeapTables::new(CardAddr::new(base))).unwrap();
-            // Pages at both ends and between, then whole tables: a table each at least, until there is none.
-            let (pages, whole) = ((1u64 << F::INPUT_BITS) / page, 1 << F::INDEX_BITS);
-            let places =
-                (0..40).flat_map(|n| [(n * 3 * whole, 1), (pages - 1 - n * 3 * whole, 1), (n * 3 * whole, whole)]);
-            let mut refused = 0;
-            for (first, count) in places {
-                let va = DeviceVa::new(first * page);
-                let bind = BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: count * page, access: Access::RW };
-                match vm.apply(vec![bind], false) {
-                    Ok(committed) => vm.invalidated(committed),
-                    Err(e) => {
-                        assert!(matches!(e.error, Error::NoTables { .. }), "{e:?}");
-                        refused += 1;
-                    }
+        let mut vm = Vm::<F, _>::new(range, tables).unwrap();
+        // Pages at both ends and between, then whole tables: a table each at least, until there is none.
+        let (last, whole) = (range.last().bits() / page, 1 << F::INDEX_BITS);
+        let places = (0..40).flat_map(|n| [(n * 3 * whole, 1), (last - n * 3 * whole, 1), (n * 3 * whole, whole)]);
+        let (mut refused, all) = (0, 120);
+        for (first, count) in places {
+            let va = DeviceVa::new(first * page);
+            let bind = BindRequest::Bind { va, bo: bo.clone(), offset: 0, len: count * page, access: Access::RW };
+            match vm.apply(vec![bind], false) {
+                Ok(committed) => vm.invalidated(committed),
+                Err(e) => {
+                    assert!(matches!(e.error, Error::NoTables { .. }), "{e:?}");
+                    refused += 1;
                 }
             }
-            assert!(refused > 0 && (tables < 4 || refused < 120), "{}: {refused}", F::NAME);
-            let committed = run(&mut vm, [BindRequest::Unbind(range)]);
-            vm.invalidated(committed);
+        }
+        assert!(refused > 0 && (few || refused < all), "{}: {refused}", F::NAME);
+        let committed = run(&mut vm, [BindRequest::Unbind(range)]);
+        vm.invalidated(committed);
+    }
+    fn ends<F: Format>() {
+        let root = TableShape::of::<F>().root.bytes();
+        // More than there are addresses for.
+        let words: Vec<_> = (0..12 * root / 8).map(|_| Default::default()).collect();
+        for tables in [0, 1, F::LEVELS as u64] {
+            let base = CardAddr::new((1 << F::OUTPUT_BITS) - (1 + tables) * root);
+            let few = tables < F::LEVELS as u64;
+            fill::<F, _>(HeapTables::new(base), few);
+            fill::<F, _>(&mut TablePool::new::<F>(base, &words), few);
+            fill::<F, _>(&TablePool::new::<F>(base, &words), few);
+            fill::<F, _>(TablePool::new::<F>(base, &words).local(4), few);
         }
     }
-    fill::<X86_64_4Level>();
-    fill::<Arm64S1_4k>();
-    fill::<Armv7>();
+    macro_rules! each {
+        ($($name:ident: $format:ty;)*) => { $(ends::<$format>();)* };
+    }
+    crate::geometries::geometries!(each);
 }
 
 #[test]
