@@ -428,3 +428,39 @@ impl<A> From<Work<A>> for Operation<A> {
         Self { work, shape: None, cache: CacheHint::Auto }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn rows_with_bytes_in_common_overlap() {
+        let bytes = |from: u64, shape: &Shape, pitch: u64| -> BTreeSet<u64> {
+            (0..u64::from(shape.rows)).flat_map(|n| from + n * pitch..from + n * pitch + shape.row).collect()
+        };
+        let (mut shared, mut apart) = (0, 0);
+        for n in 0_u64..14 * 14 * 4 * 4 * 7 * 7 {
+            let mut rest = n;
+            let mut below = |most: u64| {
+                let value = rest % most;
+                rest /= most;
+                value
+            };
+            let (from, to, row, rows) = (below(14), below(14), 1 + below(4), 1 + below(4) as u32);
+            let shape = Shape { row, rows, host_pitch: below(7), device_pitch: below(7) };
+            let right = !bytes(from, &shape, shape.host_pitch).is_disjoint(&bytes(to, &shape, shape.device_pitch));
+            let found = overlap(from, to, row * u64::from(rows), Some(&shape));
+            assert!(found || !right, "{from} to {to}, {shape:?}");
+            // What lies between rows counts where pitches differ.
+            let exact = shape.host_pitch == shape.device_pitch && shape.host_pitch >= row;
+            assert!(!exact || found == right, "{from} to {to}, {shape:?}");
+            if exact {
+                *if found { &mut shared } else { &mut apart } += 1;
+            }
+            assert_eq!(overlap(from, to, row, None), from.abs_diff(to) < row);
+        }
+        assert!(shared > 1000 && apart > 1000);
+    }
+}

@@ -55,6 +55,12 @@ fn complains(args: &[&str], status: i32) -> String {
     said
 }
 
+#[test]
+fn the_stock_driver_is_a_device() {
+    let said = complains(&["--use-qdma-driver"], 2);
+    assert!(said.contains("-d qdma:QUEUE"), "{said}");
+}
+
 fn figures(value: &Value) -> &Vec<Value> {
     value["figures"].as_array().unwrap()
 }

@@ -133,10 +133,13 @@ impl<F: Format> Tables for Busy<F> {
 struct Model<F: Format> {
     device: Rc<Device<F>>,
     table: PageTable<F, Iova, PhysAddr, Busy<F>>,
+    /// The smallest leaves that are made at first, and what a table of them translates.
+    page: u64,
+    block: u64,
 }
 
 impl<F: Format> Model<F> {
-    fn new(seed: u64) -> Self {
+    fn new(seed: u64, page: u64) -> Self {
         let device = Rc::new(Device {
             heap: RefCell::new(HeapTables::new(PhysAddr::new(0x1234_0000))),
             root: Cell::new(None),
@@ -149,12 +152,12 @@ impl<F: Format> Model<F> {
         });
         let table = PageTable::new(Busy(Rc::clone(&device))).unwrap();
         device.root.set(Some(table.root()));
-        Self { device, table }
+        Self { device, table, page, block: page << F::INDEX_BITS }
     }
 
     /// A span near the start, that of a whole table, or of the largest leaf; the device writes there meanwhile.
     fn choose(&self) -> Span<Iova> {
-        let Sizes { page, block, .. } = sizes::<F>();
+        let Self { page, block, .. } = *self;
         let random = |below| self.device.random(below);
         let span = match random(16) {
             0 => (random(2) * block, block),
@@ -172,7 +175,7 @@ impl<F: Format> Model<F> {
     }
 
     fn operation(&mut self) {
-        let Sizes { page, block, .. } = sizes::<F>();
+        let Self { page, block, .. } = *self;
         let (span, random) = (self.choose(), self.device.random(22));
         let device = Rc::clone(&self.device);
         let before = device.written.borrow().clone();
@@ -231,9 +234,9 @@ impl<F: Format> Model<F> {
                 // Over what is mapped to the same pages and to others.
                 let to = |at: u64| Segment { addr: PhysAddr::new(at + elsewhere), len: page };
                 let list = (0..span.len() / page).map(|n| to(span.first().bits() + n * page));
-                let pages = (span.len() / page) as usize;
+                let pages = (span.len() / F::GRANULE.bytes()) as usize;
                 let (done, _) = self.table.replace_pages_dirty(span.first(), pages, list, Access::RW, &mut tell);
-                asked = Span::new(span.first(), done as u64 * page);
+                asked = Span::new(span.first(), done as u64 * F::GRANULE.bytes());
             }
             13 => {
                 let flush = self.table.protect(span, Access::RW).unwrap();
@@ -282,14 +285,23 @@ impl<F: Format> Model<F> {
     }
 }
 
-/// At the end everything that was written is told.
+/// At the end everything that was written is told: of pages, and of the leaves of a level above where there are groups.
 fn no_mark_is_lost<F: Format>(operations: u64) {
+    let Sizes { page, block, top, .. } = sizes::<F>();
     if F::DIRTY == 0 {
         return;
     }
-    let mut model = Model::<F>::new(F::INPUT_BITS.into());
+    no_mark_of_these_is_lost::<F>(operations, page);
+    // Operations reach as far as 16 tables.
+    if F::LEVELS > 2 && F::GROUP_BITS[F::LEVELS as usize - 2] > 0 && 16 * (block << F::INDEX_BITS) <= top {
+        no_mark_of_these_is_lost::<F>(operations / 4, block);
+    }
+}
+
+fn no_mark_of_these_is_lost<F: Format>(operations: u64, page: u64) {
+    let mut model = Model::<F>::new(F::INPUT_BITS.into(), page);
     (0..operations).for_each(|_| model.operation());
-    let Model { device, mut table } = model;
+    let Model { device, mut table, .. } = model;
     assert!(device.steps.get() > operations, "the device was busy");
     let all = Span::new(Iova::new(0), sizes::<F>().top).unwrap();
     device.root.set(None);
@@ -309,8 +321,7 @@ fn groups_are_looked_at_whole<F: Format>() {
 
 fn group_is_looked_at_whole<F: Format>(page: u64, group: u64) {
     let span = |at, len| Span::new(Iova::new(at), len).unwrap();
-    let model = Model::<F>::new(1);
-    let Model { device, mut table } = model;
+    let Model { device, mut table, .. } = Model::<F>::new(1, page);
     device.targets.borrow_mut().push(group + page);
     device.root.set(None);
     table.map(Iova::new(group), PhysAddr::new(group), group, Access::RW).unwrap();

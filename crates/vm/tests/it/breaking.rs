@@ -84,9 +84,10 @@ fn part(word: u64, first: u64, bytes: u64) -> u64 {
     word >> (8 * first) & (u64::MAX >> (64 - 8 * bytes))
 }
 
-/// Random batches. Gives the mistakes and the invalidations, those of the caller included.
-fn batches<F: Format>(breaking: bool, count: usize) -> (usize, usize) {
-    let (page, entries) = (F::GRANULE.bytes(), 1 << F::INDEX_BITS);
+/// Random batches, of leaves of this size and more. Gives the mistakes and the invalidations, those of the caller
+/// included.
+fn batches<F: Format>(page: u64, breaking: bool, count: usize) -> (usize, usize) {
+    let entries = 1 << F::INDEX_BITS;
     let pages = 3 * entries; // that are bound
     let device = Arc::new(Mutex::new(Device::default()));
     let sizes = (F::ENTRY_BYTES, TableShape::of::<F>().table.bytes());
@@ -97,7 +98,7 @@ fn batches<F: Format>(breaking: bool, count: usize) -> (usize, usize) {
         vm.break_before_make(Some(Box::new(move |_| device.lock().unwrap().forget())));
     }
     let bo = |id: u64| {
-        let segment = Segment { addr: CardAddr::new(id << 30), len: pages * page };
+        let segment = Segment { addr: CardAddr::new(id * 4 * entries * page), len: pages * page };
         Arc::new(Bo::of_segments(id, [segment]).unwrap())
     };
     let bos = [bo(1), bo(2)];
@@ -137,12 +138,22 @@ fn batches<F: Format>(breaking: bool, count: usize) -> (usize, usize) {
 #[test]
 fn every_entry_is_broken_before_it_is_made() {
     macro_rules! each {
-        ($($name:ident: $format:ty;)*) => {$(
-            let (mistakes, _) = batches::<$format>(true, 100);
-            assert_eq!(mistakes, 0, "{}", <$format>::NAME);
-            let (mistakes, _) = batches::<$format>(false, 60);
-            assert!(mistakes > 20, "{}: {mistakes}", <$format>::NAME);
-        )*};
+        ($($name:ident: $format:ty;)*) => { $(check::<$format>();)* };
+    }
+    fn check<F: Format>() {
+        let page = F::GRANULE.bytes();
+        // And the level above, where it has groups.
+        let above = Some(page << F::INDEX_BITS).filter(|above| {
+            F::LEVELS > 2
+                && F::GROUP_BITS[F::LEVELS as usize - 2] > 0
+                && above.ilog2() + F::INDEX_BITS + 2 <= F::INPUT_BITS
+        });
+        for page in [page].into_iter().chain(above) {
+            let (mistakes, _) = batches::<F>(page, true, 100);
+            assert_eq!(mistakes, 0, "{}, {page:#x}", F::NAME);
+            let (mistakes, _) = batches::<F>(page, false, 60);
+            assert!(mistakes > 20, "{}, {page:#x}: {mistakes}", F::NAME);
+        }
     }
     crate::geometries::geometries!(each);
 }
