@@ -170,6 +170,27 @@ fn the_example_runs_on_a_gpu() {
 }
 
 #[test]
+fn a_program_in_c_on_gpus() {
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("SKIPPED: there is no C compiler cc");
+        return;
+    }
+    let library = newest(&libraries(), "libdmalane_capi", ".so").expect("a shared library");
+    let program = compile("cc", "tests/capi.c", "capi-gpus", &["-std=c11"], &library);
+    let fake = Fake::turn();
+    let cuda = format!("cuda:0,lib={}", fake.path());
+    for device in ["vulkan:0", &cuda] {
+        if let Err(e) = dmalane::open(device) {
+            println!("SKIPPED: {device}: {e}");
+            continue;
+        }
+        let ran = Command::new(&program).arg(device).output().unwrap();
+        let (said, errors) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+        assert!(ran.status.success() && said.is_empty(), "{device}: {}\n{said}{errors}", ran.status);
+    }
+}
+
+#[test]
 fn a_program_in_c_on_a_v80() {
     if Command::new("cc").arg("--version").output().is_err() {
         println!("SKIPPED: there is no C compiler cc");

@@ -644,6 +644,11 @@ impl<B: Mmio> Queue for CardQueue<B> {
 
 impl<B: Mmio> Drop for CardQueue<B> {
     fn drop(&mut self) {
+        if self.state.is_of_parent() {
+            // A child of `fork` has a copy: the channel, and what it uses, are its parent's.
+            std::mem::forget((self.rings.take(), std::mem::replace(&mut self.flying, InFlight::new())));
+            return;
+        }
         let mut done = Vec::new();
         let start = Instant::now();
         while !self.flying.is_empty() && self.state.is_running() {

@@ -47,13 +47,18 @@ impl QueueState {
         self.in_flight
     }
 
+    /// True in a child of `fork`: the queue, and what its operations use, are its parent's.
+    pub fn is_of_parent(&self) -> bool {
+        self.made_by != process_id()
+    }
+
     /// Refuses an operation for a queue that has stopped, and in a child of `fork`, whose parent has the device.
     ///
     /// # Errors
     /// [`Refusal::Stopped`].
     pub fn check_running(&self) -> Result<(), Refusal> {
         let Self { made_by, .. } = *self;
-        if made_by != process_id() {
+        if self.is_of_parent() {
             return Err(Refusal::Stopped(StopReason::Lost(Forked { made_by }.into())));
         }
         self.stopped.clone().map_or(Ok(()), |reason| Err(Refusal::Stopped(reason)))
