@@ -55,7 +55,7 @@ pub trait Address: Copy + Eq + Ord + Hash + Debug + Display + LowerHex + Send + 
 ///
 /// With a number of bits, addresses are sign-extended from it as processors want them (*canonical*): page tables get
 /// the lower bits, people see all 64. The lower bits alone are the same address: `0x8000_0000_1000` below. Any other
-/// address stays as it is, and page tables refuse it.
+/// address stays as it is, and page tables refuse it. No range reaches across the hole in the middle.
 ///
 /// ```
 /// use dmalane_addr::{Address, address};
@@ -110,6 +110,11 @@ macro_rules! address {
             }
             fn shown(self) -> u64 {
                 Self::extended(self.0)
+            }
+            fn checked_add(self, bytes: u64) -> Option<Self> {
+                let sum = Self(self.0.checked_add(bytes)?);
+                // Addresses that are sign-extended have a hole in the middle.
+                (Some(Self::extended(sum.0)) == Self::extended(self.0).checked_add(bytes)).then_some(sum)
             }
         }
 
@@ -213,5 +218,9 @@ mod tests {
         assert_eq!(Kernel::new(0x8000_0000_0000), Kernel::new(0xffff_8000_0000_0000));
         assert_eq!(Kernel::new(u64::MAX).to_string(), "kernel VA 0xffffffffffffffff");
         assert!(Kernel::new(0xffff_8000_0000_0000) > Kernel::new(0x7fff_ffff_ffff));
+        let last_of_half = Kernel::new(0x7fff_ffff_f000);
+        assert!(last_of_half.checked_add(0xfff).is_some() && last_of_half.checked_add(0x1000).is_none());
+        assert!(crate::Span::new(last_of_half, 0x1000).is_some() && crate::Span::new(last_of_half, 0x1001).is_none());
+        assert!(crate::Span::new(Kernel::new(u64::MAX - 0xfff), 0x1000).is_some());
     }
 }

@@ -37,7 +37,7 @@ impl fmt::Display for Length {
     }
 }
 
-/// Why a page table refused. The table is as it was before the call.
+/// Why a page table refused. It translates what it did before the call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Error {

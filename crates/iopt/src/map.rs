@@ -88,7 +88,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::OutputRange`], [`Error::Unsupported`], [`Error::Overlap`] with the lowest address that is taken,
     /// [`Error::NoTables`] and [`Error::TableAddress`]: whichever comes first on the way through the list. After any of
     /// them the table is as it was. Tables that were linked for a moment are freed at once: where a device may stray
-    /// into the span *during* the call, invalidate the span after a failure.
+    /// into the span *during* the call, invalidate the span after a failure. In a pool that handles share,
+    /// others may use them: there they stay, empty, until an unmap covers them.
     #[inline(always)]
     pub fn map_sg(
         &mut self,
@@ -376,10 +377,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ) -> Result<(), Error> {
         // Where an empty table prevents a larger leaf: the largest size possible there, and the end of that range.
         let mut below = (u64::MAX, *next);
-        let limit = source.limit;
+        let (limit, end) = (source.limit, self.end_from(*next));
         while source.next()? {
             let at = *next;
-            check_room::<I>(at, source.now.len, self.input_len())?;
+            check_room::<I>(at, source.now.len, end)?;
             source.limit = if at < below.1 { limit.min(below.0) } else { limit };
             let kind = source.leaf_kind(at, self.page_sizes())?;
             let level = kind.level;

@@ -303,9 +303,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.leaf_counts().fold(0, |sum, (size, n)| size.bytes().wrapping_mul(n).wrapping_add(sum))
     }
 
-    /// The most tables that mapping the span can take, whatever the segments are. This covers the tables that unmapping
-    /// the span first may need for splitting leaves at its ends: such a table holds the first or the last byte of the
-    /// span, stays in use for what is left of the leaf, and is counted here already.
+    /// The most tables below the root that mapping the span can take, whatever the segments are. This covers the tables
+    /// that unmapping the span first may need for splitting leaves at its ends: such a table holds the first or the
+    /// last byte of the span, stays in use for what is left of the leaf, and is counted here already.
     pub fn max_tables_for(span: Span<I>) -> usize {
         let table = |at: u64, level: u32| at >> shift::<F>(level - 1);
         let of_level = |level| (table(span.last().bits(), level) - table(span.first().bits(), level)) as usize + 1;
@@ -366,6 +366,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline]
     pub(crate) fn store(&mut self, table: T::Addr, index: usize, entry: u64) {
         slots::store::<F, T>(&mut self.tables, table, index, entry);
+    }
+
+    /// The end of the addresses that follow `at`: of sign-extended ones, the lower half has one of its own.
+    pub(crate) fn end_from(&self, at: u64) -> u64 {
+        let (end, is_low) = (self.input_len(), |bits| I::new(bits).shown() == bits);
+        if is_low(at) && !is_low(end - 1) { end / 2 } else { end }
     }
 
     /// The span as first and last number, if it is made of whole granules within the input range.

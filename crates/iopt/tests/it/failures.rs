@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::conformance::more;
 use crate::formats::{Failing, MapList, Sizes, sizes, stand_ins};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
-use dmalane_iopt::{Entry, Error, Format, HeapTables, PageTable, TableShape};
+use dmalane_iopt::{Entry, Error, Format, HeapTables, PageTable, TableShape, X86_64_4Level};
 
 type Table<F> = PageTable<F, Iova, PhysAddr, Failing>;
 
@@ -243,4 +243,29 @@ fn every_allocation_fails_once() {
     let failures = FAILURES.load(Ordering::Relaxed);
     println!("{failures} allocations failed, in {scenarios} scenarios for each of {formats} formats");
     assert!(failures >= 2000, "{failures}");
+}
+
+dmalane_addr::address! {
+    /// Sign-extended, as processors have them.
+    KernelVa, "kernel VA", 48
+}
+
+#[test]
+fn no_range_reaches_across_the_hole_between_the_halves() {
+    let mut table =
+        PageTable::<X86_64_4Level, KernelVa, PhysAddr, _>::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
+    let (last, first) = (KernelVa::new(0x7fff_ffff_f000), KernelVa::new(0xffff_8000_0000_0000));
+    let pages = |n: usize| (0..n as u64).map(|n| Segment { addr: PhysAddr::new(n << 20), len: 4096 });
+    for refused in [
+        table.map(last, PhysAddr::new(0), 8192, Access::RW),
+        table.map_sg(last, pages(2), Access::RW).map(drop),
+        table.map(KernelVa::new(0), PhysAddr::new(0), 1 << 48, Access::RW),
+    ] {
+        assert!(matches!(refused, Err(Error::InputRange { .. })), "{refused:?}");
+    }
+    assert_eq!(table.mapped_bytes(), 0);
+    for (at, n) in [(last, 1), (first, 2), (KernelVa::new(u64::MAX - 8191), 2)] {
+        assert_eq!(table.map_sg(at, pages(n), Access::RW), Ok(n as u64 * 4096));
+    }
+    assert_eq!(table.mapped_bytes(), 5 * 4096);
 }
