@@ -11,7 +11,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 
 use dmalane_addr::{PageSize, PageSizes};
-use dmalane_dma::aligned_words;
 use rustix::io::Errno;
 
 use crate::error::RegionError;
@@ -156,7 +155,7 @@ impl BarMap {
     /// [`Error::Region`] when the word is out of range or unaligned, or the device does not respond: its memory is
     /// disabled, or it is in a low-power state. A device that was removed reads as ones.
     pub fn load_u32(&self, offset: u64) -> Result<u32, Error> {
-        self.access(RegionError::NoWord, |memory| memory.load(usize::try_from(offset).ok()?))
+        self.access(RegionError::NoWord, offset, |memory, at| memory.read(|m| m.load_u32(at)))
     }
 
     /// Reads a word of 64 bits in one access.
@@ -164,7 +163,7 @@ impl BarMap {
     /// # Errors
     /// As [`BarMap::load_u32`].
     pub fn load_u64(&self, offset: u64) -> Result<u64, Error> {
-        self.access(RegionError::NoWord, |memory| memory.load(usize::try_from(offset).ok()?))
+        self.access(RegionError::NoWord, offset, |memory, at| memory.read(|m| m.load_u64(at)))
     }
 
     /// Writes a word of 32 bits in one access, after all earlier writes of this thread.
@@ -172,7 +171,7 @@ impl BarMap {
     /// # Errors
     /// As [`BarMap::load_u32`].
     pub fn store_u32(&self, offset: u64, value: u32) -> Result<(), Error> {
-        self.access(RegionError::NoWord, |memory| memory.store(usize::try_from(offset).ok()?, value))
+        self.access(RegionError::NoWord, offset, |memory, at| memory.write(|m| m.store_u32(at, value)))
     }
 
     /// Writes a word of 64 bits in one access, after all earlier writes of this thread.
@@ -180,7 +179,7 @@ impl BarMap {
     /// # Errors
     /// As [`BarMap::load_u32`].
     pub fn store_u64(&self, offset: u64, value: u64) -> Result<(), Error> {
-        self.access(RegionError::NoWord, |memory| memory.store(usize::try_from(offset).ok()?, value))
+        self.access(RegionError::NoWord, offset, |memory, at| memory.write(|m| m.store_u64(at, value)))
     }
 
     /// Reads bytes, in the widest aligned accesses of 8, 4, 2 and 1 bytes: an aligned register in one.
@@ -188,19 +187,7 @@ impl BarMap {
     /// # Errors
     /// [`Error::Region`], and nothing is read, when the range is out of bounds or the device does not respond.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
-        self.access(RegionError::OutOfRange, |memory| {
-            let at = self.checked_offset(offset, into.len())?;
-            for word in aligned_words(at, into.len()) {
-                let (at, into) = (at + word.start, &mut into[word]);
-                match into.len() {
-                    8 => into.copy_from_slice(&memory.load::<u64>(at)?.to_ne_bytes()),
-                    4 => into.copy_from_slice(&memory.load::<u32>(at)?.to_ne_bytes()),
-                    2 => into.copy_from_slice(&memory.load::<u16>(at)?.to_ne_bytes()),
-                    _ => into[0] = memory.load(at)?,
-                }
-            }
-            Some(())
-        })
+        self.access(RegionError::OutOfRange, offset, |memory, at| memory.read(|m| m.read_words(at, into)))
     }
 
     /// Writes bytes in order, in accesses as [`BarMap::read`].
@@ -208,32 +195,19 @@ impl BarMap {
     /// # Errors
     /// [`Error::Region`], and nothing is written, when the range is out of bounds or the device does not respond.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), Error> {
-        self.access(RegionError::OutOfRange, |memory| {
-            let at = self.checked_offset(offset, from.len())?;
-            for word in aligned_words(at, from.len()) {
-                let at = at + word.start;
-                match from[word] {
-                    [a, b, c, d, e, f, g, h] => memory.store(at, u64::from_ne_bytes([a, b, c, d, e, f, g, h]))?,
-                    [a, b, c, d] => memory.store(at, u32::from_ne_bytes([a, b, c, d]))?,
-                    [a, b] => memory.store(at, u16::from_ne_bytes([a, b]))?,
-                    ref byte => memory.store(at, *byte.first()?)?,
-                }
-            }
-            Some(())
-        })
+        self.access(RegionError::OutOfRange, offset, |memory, at| memory.write(|m| m.write_words(at, from)))
     }
 
-    /// Accesses the memory while the device responds. `None` is an error with this reason.
-    fn access<T>(&self, reason: RegionError, access: impl FnOnce(&sys::BarMemory) -> Option<T>) -> Result<T, Error> {
+    /// Accesses the memory at an offset while the device responds. `None` is an error with this reason.
+    fn access<T>(
+        &self,
+        reason: RegionError,
+        offset: u64,
+        access: impl FnOnce(&sys::BarMemory, usize) -> Option<T>,
+    ) -> Result<T, Error> {
         let _gate = self.device.responding(self.region)?;
-        access(&self.memory).ok_or_else(|| self.error(reason))
-    }
-
-    /// The offset of a range that is within the mapping.
-    fn checked_offset(&self, offset: u64, len: usize) -> Option<usize> {
-        let at = usize::try_from(offset).ok()?;
-        at.checked_add(len).filter(|end| *end <= self.memory.len())?;
-        Some(at)
+        let at = usize::try_from(offset).ok();
+        at.and_then(|at| access(&self.memory, at)).ok_or_else(|| self.error(reason))
     }
 
     pub(crate) fn error(&self, reason: RegionError) -> Error {

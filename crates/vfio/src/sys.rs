@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{Ordering, fence};
 
 use dmalane_addr::{Access, Iova, PageSize, Span};
-use dmalane_dma::BufferRef;
+use dmalane_dma::{BufferRef, VolatileSlice};
 use iommufd_bindings::iommufd as ioabi;
 use rustix::mm::{self, MapFlags, ProtFlags};
 use vfio_bindings::bindings::vfio as abi;
@@ -523,30 +523,22 @@ impl BarMemory {
         self.len
     }
 
-    /// The address of a word, if it is in range and aligned to its size.
-    fn word<T>(&self, offset: usize) -> Option<NonNull<T>> {
-        let end = offset.checked_add(size_of::<T>())?;
-        let fits = end <= self.len && (self.address() + offset).is_multiple_of(size_of::<T>());
-        // SAFETY: within the mapping, as just checked.
-        fits.then(|| unsafe { self.ptr.add(offset) }.cast())
-    }
-
-    /// Reads a word of 1, 2, 4 or 8 bytes in one access.
-    pub(crate) fn load<T: Word>(&self, offset: usize) -> Option<T> {
-        // SAFETY: within the mapping, aligned, and any bits are a value of a `Word`.
-        let value = self.word::<T>(offset).map(|at| unsafe { at.read_volatile() });
-        // Later reads of memory see what the device wrote before.
+    /// Reads, so that later reads of memory see what the device wrote before.
+    pub(crate) fn read<T>(&self, read: impl FnOnce(VolatileSlice<'_>) -> Option<T>) -> Option<T> {
+        let value = read(self.words());
         fence(Ordering::SeqCst);
         value
     }
 
-    /// Writes a word of 1, 2, 4 or 8 bytes in one access, after all earlier writes of this thread.
-    pub(crate) fn store<T: Word>(&self, offset: usize, value: T) -> Option<()> {
-        let at = self.word::<T>(offset)?;
+    /// Writes after all earlier writes of this thread to memory.
+    pub(crate) fn write(&self, write: impl FnOnce(VolatileSlice<'_>) -> Option<()>) -> Option<()> {
         order_device_write();
-        // SAFETY: within the mapping, and aligned.
-        unsafe { at.write_volatile(value) };
-        Some(())
+        write(self.words())
+    }
+
+    fn words(&self) -> VolatileSlice<'_> {
+        // SAFETY: this value's own mapping, to which nobody has references, and which lives as long as the borrow.
+        unsafe { VolatileSlice::from_raw(self.ptr, self.len) }
     }
 }
 
@@ -568,13 +560,6 @@ fn order_device_write() {
     }
     fence(Ordering::SeqCst);
 }
-
-/// An integer that a device reads and writes in one access.
-pub(crate) trait Word: Copy {}
-impl Word for u8 {}
-impl Word for u16 {}
-impl Word for u32 {}
-impl Word for u64 {}
 
 #[cfg(test)]
 mod tests {
@@ -602,8 +587,8 @@ mod tests {
             let bar = BarMemory::map(file.as_fd(), 0, len, Some((align, phase))).unwrap();
             assert_eq!(bar.address() as u64 % align.bytes(), phase);
             assert_eq!(bar.len(), len);
-            bar.store(len - 4, 7u32).unwrap();
-            assert_eq!(bar.load::<u32>(len - 4), Some(7));
+            bar.write(|m| m.store_u32(len - 4, 7)).unwrap();
+            assert_eq!(bar.read(|m| m.load_u32(len - 4)), Some(7));
         }
         assert!(BarMemory::map(file.as_fd(), 0, usize::MAX - PAGE + 1, Some((PageSize::SIZE_2M, 0))).is_err());
         // No reservation is left. Other threads' heaps have inaccessible memory too, but not 20 ranges of it.
@@ -664,13 +649,14 @@ mod tests {
     fn out_of_range_or_unaligned_words_are_refused() {
         let file = file(4096);
         let bar = BarMemory::map(file.as_fd(), 0, 4096, None).unwrap();
-        assert_eq!(bar.load::<u32>(4096), None);
-        assert_eq!(bar.load::<u64>(4092), None);
-        assert_eq!(bar.load::<u32>(2), None, "not aligned");
-        assert_eq!(bar.load::<u32>(usize::MAX - 1), None);
-        assert_eq!(bar.store(4093, 0u32), None);
-        bar.store(4095, 1u8).unwrap();
-        assert_eq!(bar.load::<u8>(4095), Some(1));
+        for out in [4096, 2, usize::MAX - 1] {
+            assert_eq!((bar.read(|m| m.load_u32(out)), bar.write(|m| m.store_u32(out, 0))), (None, None), "{out}");
+        }
+        assert_eq!((bar.read(|m| m.load_u64(4092)), bar.write(|m| m.store_u64(4092, 0))), (None, None));
+        let mut byte = [0];
+        bar.write(|m| m.write_words(4095, &[1])).unwrap();
+        bar.read(|m| m.read_words(4095, &mut byte)).unwrap();
+        assert_eq!(byte, [1]);
     }
 
     #[test]
