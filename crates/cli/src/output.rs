@@ -198,8 +198,8 @@ fn refused(to: &Output, done: &str, error: &Error) -> Failure {
     let failure = Failure::because(format!("cannot write {}{done}", to.path().display()), error);
     match error {
         Error::File { source, .. } if source.kind() == ErrorKind::AlreadyExists => failure.hint("--force replaces it"),
-        Error::File { source, .. } if source.to_string().contains("is a symbolic link in a directory") => {
-            failure.hint("name the file that it stands for, or take the right to write in that directory from others")
+        Error::File { source, .. } if source.to_string().contains("is a symbolic link") => {
+            failure.hint("name the file that it stands for")
         }
         _ => failure,
     }
