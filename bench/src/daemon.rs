@@ -86,7 +86,7 @@ impl Drop for Daemon {
 fn serve(path: &Path) -> Result<()> {
     pin_to(1);
     let limits = ClientLimits { ddr: 2 * past_the_caches() as u64, hbm: 4 << 20, queues: 1, ..ClientLimits::default() };
-    let listener = Listener::bind(path, 0o600)?;
+    let listener = Listener::bind(path, 0o600, false)?;
     let server = Server::new(Config { limits, ..Config::default() }, |_| {})?;
     let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
     std::thread::spawn(move || {

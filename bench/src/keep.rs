@@ -194,7 +194,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let folder = tempfile::tempdir()?;
     let socket = folder.path().join("socket");
     let (stop, stopped) = UnixStream::pair()?;
-    let listener = Listener::bind_with(&socket, 0o600, true)?;
+    let listener = Listener::bind(&socket, 0o600, true)?;
     let keeper = Keeper::new(KeeperConfig { memory: u64::MAX, ..KeeperConfig::default() }, |_| {});
     let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
     let path = |mib: u64| folder.path().join(format!("{mib}.safetensors"));

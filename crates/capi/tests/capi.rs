@@ -101,7 +101,7 @@ fn a_program_in_c_attaches_to_what_is_kept() {
     let (fake, folder) = (Fake::turn(), tempfile::tempdir().unwrap());
     let (path, socket) = (folder.path().join("m.safetensors"), folder.path().join("socket"));
     dmalane::load::write_sample(&mut std::fs::File::create(&path).unwrap(), 1 << 20, 1).unwrap();
-    let listener = Listener::bind_with(&socket, 0o600, true).unwrap();
+    let listener = Listener::bind(&socket, 0o600, true).unwrap();
     let (stop, stopped) = UnixStream::pair().unwrap();
     let keeper = Keeper::new(KeeperConfig { memory: 8 << 20, ..KeeperConfig::default() }, |_| {});
     let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
@@ -245,7 +245,7 @@ impl Served {
     fn serve() -> bool {
         let (Some(socket), Some(kind)) = (std::env::var_os(SOCKET), std::env::var_os(KIND)) else { return false };
         if kind == "daemon" {
-            let listener = Listener::bind(Path::new(&socket), 0o600).unwrap();
+            let listener = Listener::bind(Path::new(&socket), 0o600, false).unwrap();
             let server = Server::new(Config::default(), |_| {}).unwrap();
             let (_stop, stopped) = UnixStream::pair().unwrap();
             server.run(listener, stopped.as_fd()).unwrap();

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
@@ -53,8 +53,8 @@ pub enum ClientError {
         /// The kernel's error.
         source: Errno,
     },
-    /// The daemon has exited or closed the connection. Card memory is lost; buffers keep their contents, and are
-    /// registered anew after [`Client::reconnect`].
+    /// The daemon has exited or closed the connection. Card memory is lost; buffers keep their contents, and can be
+    /// registered with another client.
     #[error("the daemon at {} is gone, with all that was on its card: open the device again", .0.display())]
     Disconnected(PathBuf),
     /// The daemon has not answered in time.
@@ -212,11 +212,7 @@ impl Transport {
             return;
         }
         // Another thread's request awaits an answer itself, for as long at most.
-        let mut line = match self.line.try_lock() {
-            Ok(line) => line,
-            Err(TryLockError::Poisoned(line)) => line.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
-        };
+        let Ok(mut line) = self.line.try_lock() else { return };
         let now = Instant::now();
         if events.contains(PollFlags::IN) {
             // Of a request that timed out, or of a check: only that there is an answer counts.
@@ -290,12 +286,10 @@ impl Transport {
                 Err(source) => return Err(ClientError::System { what: "cannot receive from the daemon", source }),
             };
             self.heard(&mut line, Instant::now());
-            let Ok((header, body)) = MessageHeader::ref_from_prefix(&buffer[..n]) else {
-                return Err(self.bad("a message shorter than a header"));
-            };
-            if header.size.get() as usize != n {
+            let header = MessageHeader::ref_from_prefix(&buffer[..n]).ok();
+            let Some((header, body)) = header.filter(|(header, _)| header.size.get() as usize == n) else {
                 return Err(self.bad("a message whose size differs from its header"));
-            }
+            };
             let (opcode, number) = (header.opcode.get(), header.seqno.get());
             if opcode == FAILED && (number == seqno || number == 0) {
                 return Err(self.refused(body));
@@ -370,15 +364,6 @@ impl Client {
             status_reads: AtomicU32::new(0),
             iovas: Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K))),
         })))
-    }
-
-    /// Opens a new connection to the same socket with the same options, after [`ClientError::Disconnected`]. The new
-    /// function shares no state with this one: its card memory is zero, and buffers have to be registered again.
-    ///
-    /// # Errors
-    /// Those of [`Client::connect`]; [`ClientError::Connect`] while no daemon is running.
-    pub fn reconnect(&self) -> Result<Self, ClientError> {
-        Self::connect(self.0.transport.options.clone())
     }
 
     /// For a test: ends the connection as the end of the process would.
@@ -614,13 +599,11 @@ pub fn status(options: &ClientOptions) -> Result<DaemonStatus, ClientError> {
         for row in rest.chunks(size_of::<ClientStatus>()) {
             clients.push(ClientStatus::read_from_bytes(row).map_err(|_| bad())?);
         }
-        match clients.last() {
-            // Numbers increase, so the loop ends.
-            Some(last) if answer.more != 0 && last.client >= first => first = last.client.saturating_add(1),
-            _ => {
-                let StatusAnswer { uptime, ddr, hbm, .. } = answer;
-                return Ok(DaemonStatus { uptime, ddr: ddr.into(), hbm: hbm.into(), clients });
-            }
-        }
+        // Numbers increase, so the loop ends.
+        let Some(last) = clients.last().filter(|last| answer.more != 0 && last.client >= first) else {
+            let StatusAnswer { uptime, ddr, hbm, .. } = answer;
+            return Ok(DaemonStatus { uptime, ddr: ddr.into(), hbm: hbm.into(), clients });
+        };
+        first = last.client.saturating_add(1);
     }
 }

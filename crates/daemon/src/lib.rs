@@ -18,8 +18,8 @@
 //! # let path = folder.path().join("socket");
 //! // The daemon, usually a separate process.
 //! let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
-//! let listener = Listener::bind(&path, 0o600)?;
-//! let server = Server::new(Config::default(), |event| eprintln!("{event}"))?;
+//! let listener = Listener::bind(&path, 0o600, false)?;
+//! let server = Server::new(Config::default(), |event| eprintln!("{}", event.text))?;
 //! let daemon = std::thread::spawn(move || server.run(listener, std::os::fd::AsFd::as_fd(&stopped)));
 //!
 //! let client = Client::connect(ClientOptions::new(&path))?;

@@ -23,20 +23,12 @@ pub struct Listener {
 
 impl Listener {
     /// Creates a socket at `path` with this file mode (0o660: owner and group may connect). Replaces the socket of a
-    /// daemon that no longer runs.
+    /// daemon that no longer runs. `rights` says whether first messages may have descriptors: not those for a daemon
+    /// that shares a card, where a refused peer could have some under way whose close blocks.
     ///
     /// # Errors
     /// [`ServerError::Listen`], [`ServerError::InUse`].
-    pub fn bind(path: &Path, mode: u32) -> Result<Self, ServerError> {
-        // A refused peer must not have descriptors under way, whose close may block.
-        Self::bind_with(path, mode, false)
-    }
-
-    /// As [`bind`](Self::bind); `rights` says whether first messages may have descriptors.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn bind_with(path: &Path, mode: u32, rights: bool) -> Result<Self, ServerError> {
+    pub fn bind(path: &Path, mode: u32, rights: bool) -> Result<Self, ServerError> {
         let failed = |e: Errno| match e {
             Errno::ADDRINUSE => ServerError::InUse(path.to_owned()),
             e => ServerError::Listen { path: path.to_owned(), source: e.into() },
@@ -84,19 +76,19 @@ mod tests {
     fn only_one_daemon_listens_on_a_socket() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let first = Listener::bind(&path, 0o640).unwrap();
+        let first = Listener::bind(&path, 0o640, false).unwrap();
         let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&path).unwrap().permissions());
         assert_eq!(mode & 0o777, 0o640);
-        assert!(matches!(Listener::bind(&path, 0o600), Err(ServerError::InUse(_))));
+        assert!(matches!(Listener::bind(&path, 0o600, false), Err(ServerError::InUse(_))));
         drop(first);
         assert!(!path.exists());
         // The socket of a killed daemon is replaced; another file is not.
         let left = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
         rustix::net::bind(&left, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         drop(left);
-        drop(Listener::bind(&path, 0o600).unwrap());
+        drop(Listener::bind(&path, 0o600, false).unwrap());
         std::fs::write(&path, b"precious").unwrap();
-        assert!(Listener::bind(&path, 0o600).is_err());
+        assert!(Listener::bind(&path, 0o600, false).is_err());
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
         let wrong = UnixStream::pair().unwrap().0;
         assert!(matches!(Listener::from_socket(wrong.into()), Err(ServerError::WrongSocket)));

@@ -1,7 +1,6 @@
 //! The daemon's log: what its processes tell it, and how much of that is logged.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -21,13 +20,8 @@ const MAX_NOTE: usize = 512;
 pub struct ServerEvent {
     /// Something is wrong with the daemon or its machine: to be logged in any case.
     pub is_warning: bool,
-    text: String,
-}
-
-impl fmt::Display for ServerEvent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
+    /// What happened.
+    pub text: String,
 }
 
 /// Why a client's process ends: its exit status.
@@ -142,8 +136,8 @@ mod tests {
         let (entries, start) = (Arc::new(Mutex::new(Vec::new())), Instant::now());
         let sink = entries.clone();
         let mut log = Log::new(move |event| {
-            assert_eq!(event.is_warning, event.to_string() == "a warning");
-            sink.lock().unwrap().push(event.to_string());
+            assert_eq!(event.is_warning, event.text == "a warning");
+            sink.lock().unwrap().push(event.text.clone());
         });
         let taken = || std::mem::take(&mut *entries.lock().unwrap());
         let mut logged = |user, times| {

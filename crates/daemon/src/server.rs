@@ -126,7 +126,7 @@ mod tests {
     fn a_daemon_whose_forker_was_killed_ends() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
+        let listener = Listener::bind(&path, 0o600, false).unwrap();
         let server = Server::new(Config::default(), |_| {}).unwrap();
         let forker = server.forker;
         let (_stop, stopped) = UnixStream::pair().unwrap();
@@ -210,7 +210,7 @@ mod tests {
     fn who_owes_is_not_served_beside_others_until_that_is_paid() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
+        let listener = Listener::bind(&path, 0o600, false).unwrap();
         let server = Server::new(Config::default(), |_| {}).unwrap();
         let (table, me) = (server.state.table.clone(), rustix::process::geteuid().as_raw());
         let (stop, stopped) = UnixStream::pair().unwrap();
@@ -239,7 +239,7 @@ mod tests {
     fn refusals_take_a_part_of_the_time() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
+        let listener = Listener::bind(&path, 0o600, false).unwrap();
         let server = Server::new(Config { clients: 1, ..Config::default() }, |_| {}).unwrap();
         let forker = server.forker.as_raw_nonzero();
         let (stop, stopped) = UnixStream::pair().unwrap();
@@ -280,7 +280,7 @@ mod tests {
     fn who_connects_and_leaves_has_its_places_again_when_it_has_paid() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
+        let listener = Listener::bind(&path, 0o600, false).unwrap();
         let server = Server::new(Config { clients: 4, ..Config::default() }, |_| {}).unwrap();
         let (table, me) = (server.state.table.clone(), rustix::process::geteuid().as_raw());
         // Otherwise debts are paid at once.
@@ -316,7 +316,7 @@ mod tests {
     fn processes_that_end_for_long_count_as_clients() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
+        let listener = Listener::bind(&path, 0o600, false).unwrap();
         let server = Server::new(Config { clients: 4, ..Config::default() }, |_| {}).unwrap();
         let (table, me) = (server.state.table.clone(), rustix::process::geteuid().as_raw());
         let end = |number| {
@@ -346,12 +346,12 @@ mod tests {
     fn clients_whose_queues_do_not_stop_keep_their_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
+        let listener = Listener::bind(&path, 0o600, false).unwrap();
         let config = Config { stop_timeout: Duration::from_millis(50), ..Config::default() };
         let limits = config.limits;
         let events = Arc::new(Mutex::new(Vec::new()));
         let log = events.clone();
-        let server = Server::new(config, move |event| log.lock().unwrap().push(event.to_string())).unwrap();
+        let server = Server::new(config, move |event| log.lock().unwrap().push(event.text.clone())).unwrap();
         let table = server.state.table.clone();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());

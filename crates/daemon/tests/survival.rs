@@ -168,8 +168,8 @@ fn client_to_be_killed(socket: &Path) -> ! {
 
 /// Runs a daemon until it is killed.
 fn daemon_to_be_killed(socket: &Path) {
-    let listener = Listener::bind(socket, 0o600).unwrap();
-    let server = Server::new(Config::default(), |event| println!("{event}")).unwrap();
+    let listener = Listener::bind(socket, 0o600, false).unwrap();
+    let server = Server::new(Config::default(), |event| println!("{}", event.text)).unwrap();
     let (_stop, stopped) = std::os::unix::net::UnixStream::pair().unwrap();
     println!("begun");
     server.run(listener, stopped.as_fd()).unwrap();
@@ -419,7 +419,10 @@ fn a_daemon_is_killed_and_started_again() {
         let buf = whole.unwrap().into_whole().unwrap();
         let error = Registered::new(&client, &buf, Access::RW).map(drop).unwrap_err();
         assert!(is_disconnected(&error), "{error}");
-        assert!(matches!(client.reconnect(), Err(ClientError::Connect { .. })), "no daemon is running");
+        assert!(
+            matches!(Client::connect(ClientOptions::new(&path)), Err(ClientError::Connect { .. })),
+            "no daemon is running"
+        );
         let start = Instant::now();
         drop((queue, via));
         fastest_drop = fastest_drop.min(start.elapsed());
@@ -427,7 +430,7 @@ fn a_daemon_is_killed_and_started_again() {
         drop(card);
         // A new daemon replaces the socket of the old one, and the client uses the same buffer.
         let (new, reconnected) = std::thread::scope(|s| {
-            let reconnecting = s.spawn(|| again(|| client.reconnect()));
+            let reconnecting = s.spawn(|| again(|| Client::connect(ClientOptions::new(&path))));
             (spawn("a_daemon_is_killed_and_started_again", &path), reconnecting.join().unwrap())
         });
         (child, lines) = new;

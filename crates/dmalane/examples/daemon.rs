@@ -60,8 +60,8 @@ fn run() -> Result<(), Box<dyn Error>> {
     }
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("socket");
-    let listener = Listener::bind(&path, 0o600)?;
-    let server = Server::new(Config::default(), |event| println!("  daemon: {event}"))?;
+    let listener = Listener::bind(&path, 0o600, false)?;
+    let server = Server::new(Config::default(), |event| println!("  daemon: {}", event.text))?;
     let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
     let daemon = std::thread::spawn(move || server.run(listener, stopped.as_fd()));
     let client = Client::connect(ClientOptions::new(&path))?;

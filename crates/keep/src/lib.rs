@@ -13,7 +13,7 @@
 //! # dmalane_load::write_sample(&mut std::fs::File::create(&model)?, 1 << 20, 1)?;
 //! // The keeper, usually a process of its own (`dmalaned keep`).
 //! let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
-//! let listener = Listener::bind_with(&socket, 0o600, true)?;
+//! let listener = Listener::bind(&socket, 0o600, true)?;
 //! let keeper = Keeper::new(KeeperConfig { memory: 1 << 30, ..KeeperConfig::default() }, |line| eprintln!("{line}"));
 //! let keeper = std::thread::spawn(move || keeper.run(listener, std::os::fd::AsFd::as_fd(&stopped)));
 //!

@@ -38,7 +38,7 @@ impl Served {
 
     fn with(keeper: Keeper, log: Arc<Mutex<Vec<String>>>) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let listener = Listener::bind_with(&folder.path().join("socket"), 0o600, true).unwrap();
+        let listener = Listener::bind(&folder.path().join("socket"), 0o600, true).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let keeper = std::thread::spawn(move || keeper.run(listener, stopped.as_fd()));
         Self { folder, stop: Some(stop), keeper: Some(keeper), log }
@@ -640,7 +640,7 @@ fn start_slowly(path: &Path) -> std::io::Result<()> {
         std::thread::sleep(Duration::from_secs(3));
         let _ = std::fs::remove_file(path);
     }
-    let listener = Listener::bind_with(path, 0o600, true).unwrap();
+    let listener = Listener::bind(path, 0o600, true).unwrap();
     std::thread::spawn(move || {
         if second {
             return hold(&listener).unwrap();

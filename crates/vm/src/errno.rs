@@ -36,23 +36,6 @@ impl Errno {
     pub const fn number(self) -> i32 {
         self as i32
     }
-
-    /// Its name: `EINVAL`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Perm => "EPERM",
-            Self::NoEnt => "ENOENT",
-            Self::TooBig => "E2BIG",
-            Self::NoMem => "ENOMEM",
-            Self::Fault => "EFAULT",
-            Self::Exist => "EEXIST",
-            Self::Inval => "EINVAL",
-            Self::Range => "ERANGE",
-            Self::Overflow => "EOVERFLOW",
-            Self::NotSup => "EOPNOTSUPP",
-            Self::Canceled => "ECANCELED",
-        }
-    }
 }
 
 impl Error {

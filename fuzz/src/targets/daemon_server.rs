@@ -38,7 +38,7 @@ fn fixed() -> &'static Fixed {
             memory: Some(16 << 20),
             ..Config::default()
         };
-        let listener = Listener::bind(&path, 0o600).expect("a listener");
+        let listener = Listener::bind(&path, 0o600, false).expect("a listener");
         let server = Server::new(config, |_| ()).expect("a daemon");
         let (stop, stopped) = std::os::unix::net::UnixStream::pair().expect("a pair");
         std::mem::forget(stop);

@@ -31,7 +31,7 @@ fn fixed() -> Fixed {
     let _ = std::fs::remove_file(&path);
     let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 16, bytes: 1 << 20 };
     let config = Config { ddr: 8 << 20, hbm: 16 << 20, limits, ..Config::default() };
-    let listener = Listener::bind(&path, 0o600).expect("a listener");
+    let listener = Listener::bind(&path, 0o600, false).expect("a listener");
     let server = Server::new(config, |_| ()).expect("a daemon");
     let (stop, stopped) = std::os::unix::net::UnixStream::pair().expect("a pair");
     std::mem::forget(stop);

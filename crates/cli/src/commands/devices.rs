@@ -147,7 +147,7 @@ mod tests {
         drop(UnixListener::bind(&socket).unwrap());
         assert!(daemon(false).contains("Connection refused"));
         fs::remove_file(&socket).unwrap();
-        let listener = daemon::Listener::bind(&socket, 0o600).unwrap();
+        let listener = daemon::Listener::bind(&socket, 0o600, false).unwrap();
         let server = daemon::Server::new(daemon::Config::default(), |_| {}).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let server = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());

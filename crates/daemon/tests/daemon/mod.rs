@@ -51,8 +51,8 @@ impl Daemon {
         let fds = open_files();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
-        let server = Server::new(config, |event| println!("{event}")).unwrap();
+        let listener = Listener::bind(&path, 0o600, false).unwrap();
+        let server = Server::new(config, |event| println!("{}", event.text)).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let thread = std::thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         // Once it serves, the listening socket is no descriptor of this process any more.

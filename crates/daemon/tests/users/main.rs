@@ -663,8 +663,8 @@ fn serve(config: Config, path: &Path) {
     if let Err(e) = std::fs::write("/proc/self/autogroup", "-10") {
         println!("without a weight of its own: {e}");
     }
-    let server = dmalane_daemon::Server::new(config, |event| println!("{event}")).unwrap();
-    server.run(dmalane_daemon::Listener::bind(path, 0o666).unwrap(), std::io::stdin().as_fd()).unwrap();
+    let server = dmalane_daemon::Server::new(config, |event| println!("{}", event.text)).unwrap();
+    server.run(dmalane_daemon::Listener::bind(path, 0o666, false).unwrap(), std::io::stdin().as_fd()).unwrap();
 }
 
 /// Runs each attack beside clients of another user. With `rounds`, these are measured that often, alone and beside the

@@ -43,7 +43,7 @@ pub(crate) fn each_kind(mut test: impl FnMut(&DeviceSpec, &OpenOptions)) {
     test(&format!("qdma:{}", node.display()).parse().unwrap(), &overwrite);
 
     let socket = folder.path().join("daemon");
-    let listener = Listener::bind(&socket, 0o600).unwrap();
+    let listener = Listener::bind(&socket, 0o600, false).unwrap();
     let server = Server::new(Config::default(), |_| {}).unwrap();
     let (stop, stopped) = UnixStream::pair().unwrap();
     let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());

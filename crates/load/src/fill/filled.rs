@@ -1,6 +1,5 @@
 //! Buffers that were filled, and the report of how.
 
-use std::fmt;
 use std::time::Duration;
 
 use dmalane_dma::{PageBacking, SharedBuf, VolatileSlice};
@@ -96,19 +95,4 @@ pub struct Filled {
     pub(crate) gone: Vec<Vec<Digest>>,
     /// Times and bytes.
     pub report: FillReport,
-}
-
-impl fmt::Display for FillReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rate = self.bytes as f64 / self.wall.as_secs_f64() / 1e9;
-        write!(
-            f,
-            "{} bytes in {:.2?}, {rate:.2} GB/s; first chunk after {:.2?}",
-            self.bytes, self.wall, self.first_chunk
-        )?;
-        for stage in &self.stages {
-            write!(f, ", {} {:.2?}", stage.stage, stage.busy)?;
-        }
-        write!(f, "; {} worker{}", self.workers, if self.workers == 1 { "" } else { "s" })
-    }
 }

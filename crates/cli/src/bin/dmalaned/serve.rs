@@ -112,7 +112,7 @@ impl Serve {
         if let Err(e) = config.check() {
             return Err(Failure::usage(e.to_string()).hint("dmalaned --help lists the options that set it"));
         }
-        for warning in config.warnings(descriptors, system::overcommit().as_deref()) {
+        if let Some(warning) = config.warning(descriptors) {
             say(&format!("warning: {warning}"));
         }
         if !dropped.is_empty() {
@@ -129,7 +129,7 @@ impl Serve {
         };
         let log = move |event: &ServerEvent| {
             if !quiet || event.is_warning {
-                say(&event.to_string());
+                say(&event.text);
             }
         };
         let server = Server::new(config, log)?;
@@ -154,7 +154,7 @@ pub fn mode(text: &str) -> Result<u32, &'static str> {
 
 /// Listens; `rights` says whether the first messages of clients may have descriptors.
 pub fn listen(path: &Path, mode: u32, rights: bool) -> Result<Listener, Failure> {
-    Listener::bind_with(path, mode, rights).map_err(|e| {
+    Listener::bind(path, mode, rights).map_err(|e| {
         let failure = Failure::of(&e);
         match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() && !parent.exists() => {

@@ -27,8 +27,3 @@ pub fn raise_file_limit() -> Option<u64> {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     getrlimit(Resource::Nofile).current
 }
-
-/// Contents of `vm.overcommit_memory`.
-pub fn overcommit() -> Option<String> {
-    std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()
-}
