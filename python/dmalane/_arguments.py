@@ -22,7 +22,7 @@ def path_of(filename: Path) -> str:
     """The path of a file."""
     path = os.fspath(filename) if isinstance(filename, (str, os.PathLike)) else filename
     if not isinstance(path, str):
-        raise TypeError(f"a file name is a str or an os.PathLike, not {filename!r}")
+        raise TypeError(f"a file name is a str or an os.PathLike, not {type(filename).__name__}")
     return path
 
 
@@ -31,7 +31,7 @@ def paths_of(filename: Paths) -> list[str]:
     if isinstance(filename, (str, os.PathLike)):
         return [path_of(filename)]
     if isinstance(filename, (bytes, bytearray, memoryview, Mapping)) or not isinstance(filename, Iterable):
-        raise TypeError(f"a file name is a str or an os.PathLike, or several of these, not {filename!r}")
+        raise TypeError(f"a file name is a str or an os.PathLike, or several of these, not {type(filename).__name__}")
     paths = [path_of(one) for one in filename]
     if not paths:
         raise ValueError("there are no file names: give one, or a directory")

@@ -80,9 +80,10 @@ def load_file(
     direct: past the page cache (True) or through it (False); by default what is cached decides.
     verify: the path of a manifest, or one that `manifest` made: everything is compared with it as it arrives, and
         `IntegrityError` names the first tensor that differs.
-    keep: attach to the model in the memory of the keeper (`dmalaned keep`), which gets it first if it has it not, or if
-        a file has changed: in host memory, or in that of the GPU that `device` is, where it can be lent and no
-        memory_limit is given. Tensors are then shared with other processes, and to be read alone; see `attach`.
+    keep: attach to the model in the memory of the keeper (`dmalaned keep`, whose `--memory` limits it), which gets it
+        first if it has it not, or if a file has changed: in host memory, or in that of the GPU that `device` is, where
+        it can be lent and no memory_limit is given. Tensors are then shared with other processes, and to be read alone;
+        see `attach`.
     progress: called with bytes done and in all, about 25 times a second; True for a bar of tqdm.
     """
     watch = watched(progress)

@@ -77,6 +77,16 @@ fn first_examples(help: &str) -> String {
     format!("{}\n\nMore with --help.", first.join("\n"))
 }
 
+/// Options of v80-smi that have another name in `validate`.
+const V80_SMI: [(&str, &str); 6] = [
+    ("--bandwidth-duration", "--duration"),
+    ("--bandwidth-iterations", "--iterations"),
+    ("--ddr-only", "--placement ddr"),
+    ("--hbm-only", "--placement hbm"),
+    ("--ring-size-index", "-d slash:N,ring=INDEX"),
+    ("--use-qdma-driver", "-d qdma:QUEUE"),
+];
+
 /// The error without words that clap proposes for some common letters, and that are not near.
 fn near_alone(mut error: clap::Error) -> clap::Error {
     for (wrong, meant) in [
@@ -91,6 +101,10 @@ fn near_alone(mut error: clap::Error) -> clap::Error {
         if let Some(near) = begun.or_else(|| nearest(&word, proposed.split(", "))) {
             error.insert(meant, ContextValue::String(near.to_owned()));
         }
+    }
+    let word = error.get(ContextKind::InvalidArg).map(ToString::to_string);
+    if let Some((_, ours)) = V80_SMI.iter().find(|(theirs, _)| word.as_deref() == Some(theirs)) {
+        error.insert(ContextKind::SuggestedArg, ContextValue::String((*ours).to_owned()));
     }
     error
 }

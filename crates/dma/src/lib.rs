@@ -48,7 +48,7 @@ pub use memory::BufferRef;
 pub use mmio::Mmio;
 pub use pagemap::physical_runs;
 pub use pages::{NoPages, PageBacking, PageKind};
-pub use peer::PeerError;
+pub use peer::{PeerError, trusted_users};
 pub use process::Forked;
 pub use processor::CopyHint;
 pub use quarantine::{quarantine, quarantined_bytes};
@@ -62,9 +62,8 @@ pub use volatile::{VolatileSlice, stream_fence};
 #[doc(hidden)]
 pub use {
     lock::lock,
-    peer::{check_peer, trusted_users},
+    peer::check_peer,
     process::{OfProcess, process_id},
     room::room_at,
     socket::{ReceivedBytes, SocketFile, connect_seqpacket, receive_with_fds, send_with_fds},
-    volatile::aligned_words,
 };

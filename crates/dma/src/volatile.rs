@@ -21,7 +21,7 @@ pub fn stream_fence() {
 
 /// Splits an access to `len` bytes of a device's memory at `at` into the widest aligned words of 8, 4, 2 and 1 bytes,
 /// in order, as ranges of the access. Many devices answer a register only in one access of its width.
-pub fn aligned_words(at: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
+fn aligned_words(at: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
     let mut next = 0;
     std::iter::from_fn(move || {
         let start = next;

@@ -154,9 +154,8 @@ impl From<LoadError> for Failure {
                 failure.tensor(part.tensor().map(|tensor| &*tensor.name))
             }
             LoadError::Unlisted { path, tensor } => failure("IntegrityError").path(path).tensor(Some(tensor)),
-            LoadError::Unchecked => failure("IntegrityError"),
             LoadError::NoTensor(name) => failure("UnknownTensorError").tensor(Some(name)),
-            LoadError::BadSlice(_) => failure("ValueError"),
+            LoadError::BadSlice(_) | LoadError::Unchecked => failure("ValueError"),
             LoadError::Kept(_) => failure("KeptError"),
             LoadError::Closed => Self::closed(),
             _ => failure("DeviceError"),

@@ -58,10 +58,6 @@ pub(crate) struct Validate {
     #[arg(env = "DMALANE_DEVICE", hide_env_values = true)]
     device: DeviceSpec,
 
-    /// In v80-smi, the stock driver
-    #[arg(long, hide = true)]
-    use_qdma_driver: bool,
-
     #[command(flatten)]
     settings: ValidateSettings,
 
@@ -176,9 +172,6 @@ impl Validate {
 
     /// Refuses options that do not fit the device.
     fn check_options(&self) -> Result<(), Failure> {
-        if self.use_qdma_driver {
-            return Err(Failure::usage("--use-qdma-driver is v80-smi's").hint("name the queue: -d qdma:QUEUE"));
-        }
         let settings = &self.settings;
         settings.check().map_err(|e| self.failure(e))?;
         let card = [

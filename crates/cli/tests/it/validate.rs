@@ -56,9 +56,11 @@ fn complains(args: &[&str], status: i32) -> String {
 }
 
 #[test]
-fn the_stock_driver_is_a_device() {
-    let said = complains(&["--use-qdma-driver"], 2);
-    assert!(said.contains("-d qdma:QUEUE"), "{said}");
+fn options_of_v80_smi_lead_to_ours() {
+    for (theirs, ours) in [("--use-qdma-driver", "'-d qdma:QUEUE'"), ("--bandwidth-duration=2", "'--duration'")] {
+        let said = complains(&[theirs], 2);
+        assert!(said.contains("unexpected argument") && said.contains(ours), "{said}");
+    }
 }
 
 fn figures(value: &Value) -> &Vec<Value> {
