@@ -476,6 +476,8 @@ def test_arguments_of_another_kind_are_refused(model):
     for wrong in (None, 3, b"m.safetensors", [b"m.safetensors"], {"a": 1}, [3]):
         with pytest.raises(TypeError):
             dmalane.load_file(wrong)
+    with open(path, "rb") as file, pytest.raises(TypeError, match="not bytes$"):
+        dmalane.load_file(file)
     for limit, error in ((1e9, TypeError), (-1, ValueError), ("-1", ValueError), ("many", ValueError)):
         with pytest.raises(error):
             dmalane.load_file(path, memory_limit=limit)

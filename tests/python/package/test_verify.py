@@ -37,7 +37,7 @@ def test_every_way_to_load_takes_good_files(model, tmp_path):
     with dmalane.safe_open(tmp_path, "bytes", memory_limit="2MiB", verify=manifest) as f:
         assert {name: t.tobytes() for name, t in f.tensors()} == plain
         assert f.get_tensor("2.2").tobytes() == plain["2.2"]
-        with pytest.raises(dmalane.IntegrityError, match="a part of a tensor"):
+        with pytest.raises(ValueError, match="a part of a tensor"):
             f.get_slice("2.2")[1:3]
     into = {name: dmalane.Buffer(max(1, len(data))) for name, data in plain.items() if data}
     dmalane.load_into(into, tmp_path, strict=False, verify=manifest)
