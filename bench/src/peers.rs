@@ -10,12 +10,13 @@
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
-use std::ptr::{NonNull, with_exposed_provenance_mut};
+use std::ptr::{NonNull, with_exposed_provenance, with_exposed_provenance_mut};
 
 use aarch64_paging::Mapping;
 use aarch64_paging::descriptor::{El1Attributes, PhysicalAddress, UpdatableDescriptor};
 use aarch64_paging::paging::{Constraints, El1And0, MemoryRegion, PageTable as ArmTable, Translation, VaRange};
-use dmalane::addr::{PhysAddr, Segment};
+use dmalane::addr::{Access, PhysAddr, Segment};
+use dmalane::iopt::{Arm64S1_4k, Format, X86_64_4Level, walk};
 use page_table_generic as generic;
 use page_table_multiarch as multiarch;
 use page_table_multiarch::PagingHandler;
@@ -65,6 +66,13 @@ impl Frames {
     fn give(frame: usize) {
         FREE.with_borrow_mut(|free| free.push(frame));
     }
+}
+
+/// Where an address leads, for reading and writing, as a walker of ours reads a peer's tables.
+fn walked<F: Format>(root: usize, at: u64) -> Option<Option<u64>> {
+    // SAFETY: the root and the tables below are frames of `Frames`, which are never freed; words of them are aligned.
+    let load = |word: u64| Some(unsafe { with_exposed_provenance::<u64>(word as usize).read() });
+    Some(walk::<F>(root as u64, at, load).ok().filter(|leaf| leaf.access.contains(Access::RW)).map(|leaf| leaf.to))
 }
 
 const GIB: u64 = 1 << 30;
@@ -212,6 +220,10 @@ impl Subject for Aarch64Paging {
         found
     }
 
+    fn walked(&self, at: u64) -> Option<Option<u64>> {
+        walked::<Arm64S1_4k>(self.mapping.as_ref()?.root_address().0, at)
+    }
+
     fn find_all(&self, at: &[u64]) -> u64 {
         at.iter().fold(0, |sum, &at| sum.wrapping_add(self.find(at).unwrap_or(0)))
     }
@@ -296,6 +308,10 @@ impl Subject for Multiarch {
     fn find(&self, at: u64) -> Option<u64> {
         let (to, _, _) = self.table.as_ref()?.query((at as usize).into()).ok()?;
         Some(to.as_usize() as u64)
+    }
+
+    fn walked(&self, at: u64) -> Option<Option<u64>> {
+        walked::<X86_64_4Level>(self.table.as_ref()?.root_paddr().as_usize(), at)
     }
 
     fn find_all(&self, at: &[u64]) -> u64 {
@@ -411,6 +427,10 @@ impl Subject for X86 {
     fn find(&self, at: u64) -> Option<u64> {
         let at = x86_64::VirtAddr::new_truncate(at);
         self.table.as_ref()?.translate_addr(at).map(|to| to.as_u64())
+    }
+
+    fn walked(&self, at: u64) -> Option<Option<u64>> {
+        walked::<X86_64_4Level>(*self.frames.0.first()?, at)
     }
 
     fn find_all(&self, at: &[u64]) -> u64 {
@@ -563,6 +583,10 @@ impl Subject for Generic {
     fn find(&self, at: u64) -> Option<u64> {
         let to = self.table.as_ref()?.translate_phys(generic::VirtAddr::from_usize(at as usize)).ok()?;
         Some(to.as_usize() as u64)
+    }
+
+    fn walked(&self, at: u64) -> Option<Option<u64>> {
+        walked::<X86_64_4Level>(self.table.as_ref()?.root_paddr().as_usize(), at)
     }
 
     fn find_all(&self, at: &[u64]) -> u64 {

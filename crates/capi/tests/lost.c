@@ -1,6 +1,7 @@
 /* lost DEVICE PID HOW: a device whose process is killed (HOW is "idle": with nothing in flight; "flying": with
- * operations in flight) or stopped for good ("stopped"; "unmapping": while another thread destroys memory); or killed, with one call after that ("bind", "memory", or the
- * path of a file to load). Prints nothing and gives 0 when all is right. */
+ * operations in flight) or stopped for good ("stopped"; "unmapping": while another thread destroys memory); or killed,
+ * with one call after that ("bind", "memory", or the path of a file to load). Prints nothing and gives 0 when all is
+ * right. */
 #define _GNU_SOURCE
 #include "dmalane.h"
 

@@ -69,7 +69,7 @@ impl<I: Address, A> FlushList<I, A> {
         &self.tables
     }
 
-    /// True when nothing was mapped there, so that there is nothing to invalidate.
+    /// True when nothing was mapped there and no table is left over, so that there is nothing to invalidate.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0 && self.tables.is_empty()
     }

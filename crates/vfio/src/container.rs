@@ -214,8 +214,8 @@ impl VfioContainer {
     /// As [`Registrar::map`], from this IOVA on, which may be 0: the memory of a guest at its physical addresses.
     ///
     /// # Errors
-    /// As there, without a box; [`Error::Iova`] where anything is mapped, or the IOMMU translates no such addresses
-    /// ([`VfioContainer::iova_ranges`]).
+    /// Those that [`Registrar::map`] has in a box, as they are; [`Error::Iova`] where anything is mapped, or the IOMMU
+    /// translates no such addresses ([`VfioContainer::iova_ranges`]).
     pub fn map_at(&self, at: Iova, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
         self.map_to(Some(at), vec![pinned], access)
     }

@@ -501,7 +501,7 @@ def test_slices_are_not_compared(gpu, shards):
     manifest = dmalane.manifest(paths)
     with dmalane.safe_open(paths, framework="pt", device="cuda", verify=manifest) as f:
         for index in (np.s_[:], np.s_[:0], np.s_[:, :100], np.s_[3:900]):
-            with pytest.raises(dmalane.Error, match="compared|manifest|check"):
+            with pytest.raises(ValueError, match="compared"):
                 f.get_slice("layer.1.big")[index]
 
 

@@ -14,8 +14,8 @@ pub enum KeepError {
     /// No keeper answers.
     #[error("no keeper answers at {} ({})", path.display(), match source.kind() {
         std::io::ErrorKind::PermissionDenied => "does its --mode let this user connect?",
-        _ => "dmalaned keep starts one; the Python package has no dmalaned: an archive of a release has it, and in a \
-              clone of dmalane `cargo install --path crates/cli`",
+        _ => "dmalaned keep starts one; DMALANE_KEEP names another socket; the Python package has no dmalaned: an \
+              archive of a release has it, and in a clone of dmalane `cargo install --path crates/cli`",
     })]
     NoKeeper {
         /// Its socket.

@@ -29,7 +29,7 @@ use crate::open_file::{OpenFile, name};
 /// # std::fs::write(&path, b"weights")?;
 /// let file = std::fs::File::open(&path)?;
 /// let read = alloc_and_read(&MemfdHeap::new(), &file, .., &ReadOptions::default())?;
-/// println!("{}; {}", read.method, read.report);
+/// println!("{}; {:?}", read.method, read.report.wall);
 /// let mut bytes = [0; 7];
 /// read.buffer.as_volatile_slice().read(&mut bytes);
 /// let memfd = read.buffer.shared().export();    // the same pages for another process or driver

@@ -28,7 +28,7 @@ use crate::parallel::in_parallel;
 /// let mut options = ReadOptions::default();
 /// options.fill.checksum = true;
 /// let read = Read::files([&path]).options(options).into_memory(&AnonHeap::new())?;
-/// println!("{:x?}; {}", read.filled.buffers[0].checksum(), read.filled.report);
+/// println!("{:x?}; {:?}", read.filled.buffers[0].checksum(), read.filled.report.wall);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Read<'a> {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
@@ -12,7 +12,7 @@ use dmalane_dma::{
 };
 use dmalane_queue::conformance::{Fixture, OperationModel, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
-    Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Refusal, Registered,
+    Cancelled, Completion, DeviceAddr, Direction, HaltWatch, HostSlice, OpError, Operation, Queue, Refusal, Registered,
     SharedOptions, SharedQueue, StallWatch, StopReason, Work, run,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -26,6 +26,8 @@ struct Faulty {
     bus: SoftBus,
     /// The card does nothing, and hears nothing.
     stalled: AtomicBool,
+    /// It was pulled out: reads give ones.
+    unplugged: AtomicBool,
     /// The completion of the descriptor with this number is undone, once.
     lose: AtomicU64,
     completions: AtomicU64,
@@ -43,7 +45,8 @@ impl Faulty {
         let port = Mutex::new(host.port());
         let bus = SoftBus::new(host, config).unwrap();
         let (lose, completions, naps) = (AtomicU64::new(NONE), AtomicU64::new(0), AtomicU64::new(0));
-        Arc::new(Self { bus, stalled: AtomicBool::new(false), lose, completions, naps, port })
+        let [stalled, unplugged] = [AtomicBool::new(false), AtomicBool::new(false)];
+        Arc::new(Self { bus, stalled, unplugged, lose, completions, naps, port })
     }
 }
 
@@ -61,7 +64,7 @@ impl Registrar for Faulty {
 
 impl Mmio for Faulty {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
-        self.bus.read32(bar, offset)
+        if self.unplugged.load(Ordering::Relaxed) { Ok(u32::MAX) } else { self.bus.read32(bar, offset) }
     }
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
         if offset == regs::channel(0, regs::CH_COMPLETIONS) {
@@ -350,6 +353,33 @@ fn a_stalled_channel_keeps_its_memory_until_it_has_stopped() {
     assert!(queue.restart());
     drop(queue);
     bench.assert_clean();
+}
+
+/// Its memory may still be reached: a card of which only the driver hears nothing goes on.
+#[test]
+fn a_card_that_is_pulled_out_is_lost_and_keeps_the_memory_in_flight() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    bench.bus.stalled.store(true, Ordering::Relaxed);
+    for _ in 0..3 {
+        let _ticket = queue.submit(bench.copy(4096)).unwrap();
+    }
+    bench.bus.unplugged.store(true, Ordering::Relaxed);
+    let (mut ended, mut watch, start) = (Vec::new(), HaltWatch::default(), Instant::now());
+    let why = loop {
+        queue.wait(&mut ended, Duration::from_millis(50));
+        if let Some(why) = watch.lost(&queue) {
+            break why;
+        }
+        assert!(start.elapsed() < LONG);
+    };
+    assert!(matches!(why, StopReason::Lost(_)) && why.to_string() == "the device is gone", "{why}");
+    assert_eq!((ended.len(), queue.in_flight()), (0, 3));
+    assert!(start.elapsed() >= Duration::from_secs(2) && !queue.restart());
+    let refused = queue.submit(bench.copy(4096)).unwrap_err();
+    assert!(matches!(refused.reason, Refusal::Stopped(StopReason::Lost(_))));
+    drop(queue);
+    assert_eq!(bench.card.quarantined(), 3);
 }
 
 /// Who waits for a card that does nothing lets others have the processor.
