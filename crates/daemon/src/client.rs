@@ -261,9 +261,8 @@ impl Transport {
         let seqno = line.next;
         line.next += 1;
         match socket::send(&self.socket, &request.encode(seqno), fds, true) {
-            Ok(()) => {}
             // The daemon may have sent a reason before it closed the connection.
-            Err(Errno::PIPE | Errno::CONNRESET) => {}
+            Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
             Err(Errno::AGAIN) => return Err(self.timeout()),
             Err(source) => return Err(ClientError::System { what: "cannot send to the daemon", source }),
         }
@@ -278,11 +277,7 @@ impl Transport {
                 Ok(Received::Message(n)) => n,
                 Ok(Received::Nothing) => continue,
                 Ok(Received::End) => return Err(self.gone()),
-                Ok(Received::TooMuch) => {
-                    return Err(self.bad(
-                        "a message that is too long, or more descriptors than this process may open (RLIMIT_NOFILE)",
-                    ));
-                }
+                Ok(Received::TooMuch) => return Err(self.bad("a message that is too long, or has descriptors")),
                 Err(source) => return Err(ClientError::System { what: "cannot receive from the daemon", source }),
             };
             self.heard(&mut line, Instant::now());
@@ -478,9 +473,7 @@ impl Mmio for Client {
         if let Some((queue, register)) = self.0.queue(bar, offset) {
             match register {
                 regs::CH_STATUS => {
-                    if self.0.status_reads.fetch_add(1, Ordering::Relaxed) % STATUS_READS_PER_CHECK
-                        == STATUS_READS_PER_CHECK - 1
-                    {
+                    if self.0.status_reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(STATUS_READS_PER_CHECK) {
                         self.0.transport.check();
                     }
                     if self.0.transport.alive().is_err() {
