@@ -149,7 +149,7 @@ struct Transport {
     silent: AtomicBool,
 }
 
-/// What a transport knows about its daemon's answers.
+/// Numbers of requests, and when the daemon answered.
 struct Line {
     /// The number of the next request.
     next: u64,
@@ -269,12 +269,11 @@ impl Transport {
         let mut buffer = [0; MAX_MESSAGE];
         loop {
             let left = self.options.timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Err(self.timeout());
-            }
             readable([Some(self.socket.as_fd())], Some(left));
             let n = match socket::receive(&self.socket, &mut buffer, &mut Vec::new()) {
                 Ok(Received::Message(n)) => n,
+                // Looked for once more when the time is over: this process may have been stopped meanwhile.
+                Ok(Received::Nothing) if left.is_zero() => return Err(self.timeout()),
                 Ok(Received::Nothing) => continue,
                 Ok(Received::End) => return Err(self.gone()),
                 Ok(Received::TooMuch) => return Err(self.bad("a message that is too long, or has descriptors")),

@@ -20,7 +20,7 @@ const MAX_NOTE: usize = 512;
 pub struct ServerEvent {
     /// Something is wrong with the daemon or its machine: to be logged in any case.
     pub is_warning: bool,
-    /// What happened.
+    /// The event in words, for the log.
     pub text: String,
 }
 

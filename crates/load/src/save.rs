@@ -64,10 +64,13 @@ impl Output {
 
     /// Whether both are one file, under whichever names.
     pub fn is_same_place(&self, other: &Self) -> bool {
-        match (self.place(), other.place()) {
-            (Ok((here, name)), Ok((there, other))) => {
-                name == other && fs::canonicalize(here).ok() == fs::canonicalize(there).ok()
-            }
+        let resolved = |output: &Self| {
+            let (folder, name) = output.place().ok()?;
+            Some(fs::canonicalize(folder).ok()?.join(name))
+        };
+        match (resolved(self), resolved(other)) {
+            (Some(here), Some(there)) => here == there,
+            // A path that cannot be resolved cannot be written either.
             _ => self.path == other.path,
         }
     }
@@ -317,6 +320,18 @@ mod tests {
         assert_eq!(saving.finish().unwrap_err().kind(), ErrorKind::AlreadyExists);
         assert_eq!(fs::read(at("late")).unwrap(), b"weights");
         assert_eq!(fs::read(at("fresh")).unwrap(), b"someone else's");
+    }
+
+    #[test]
+    fn one_place_is_known_by_each_of_its_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| Output::new(folder.path().join(name));
+        fs::create_dir(folder.path().join("sub")).unwrap();
+        symlink("sub", folder.path().join("alias")).unwrap();
+        assert!(at("sub/new").is_same_place(&at("alias/new")) && at("sub/../new").is_same_place(&at("new")));
+        assert!(!at("sub/new").is_same_place(&at("new")) && !at("sub/a").is_same_place(&at("sub/b")));
+        assert!(!at("missing/new").is_same_place(&at("lost/new")), "neither is there");
+        assert!(at("missing/new").is_same_place(&at("missing/new")));
     }
 
     #[test]
