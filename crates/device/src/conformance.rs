@@ -2,7 +2,7 @@
 //!
 //! A device joins with one call of [`suite`] from one test.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -350,16 +350,18 @@ fn memory_is_lent_or_refused(open: &mut dyn FnMut() -> Box<dyn Device>, align: u
     let bytes = noise(17, len);
     let mut taken = Taken::new(&mut *device);
     taken.write(0, DeviceAddr::Card(lendable.first()), &bytes);
-    let (fd, again) = (lending.lend(lendable).unwrap(), lending.lend(lendable).unwrap());
+    let (fds, again) = (lending.lend(lendable).unwrap(), lending.lend(lendable).unwrap());
     let mut other = open();
     let borrower = other.lending().unwrap();
+    let borrow = |fds: &[OwnedFd], len| borrower.take(&fds.iter().map(AsFd::as_fd).collect::<Vec<_>>(), len);
     assert!(!lending.device().is_empty() && borrower.device() == lending.device(), "one device, one name");
-    for wrong in [0, len / 2, 2 * len, u64::MAX] {
-        assert!(borrower.take(fd.as_fd(), wrong).is_err(), "{wrong} bytes of {len}");
+    for wrong in [0, 2 * len, u64::MAX] {
+        assert!(borrow(&fds, wrong).is_err(), "{wrong} bytes of {len}");
     }
-    let null = std::fs::File::open("/dev/null").unwrap();
-    assert!(borrower.take(null.as_fd(), len).is_err(), "no memory");
-    let (lent, twice) = (borrower.take(fd.as_fd(), len).unwrap(), borrower.take(again.as_fd(), len).unwrap());
+    let null = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+    assert!(borrow(&[null()], len).is_err(), "no memory");
+    assert!(borrow(&[], len).is_err() && borrow(&[null(), null()], len).is_err(), "another number of descriptors");
+    let (lent, twice) = (borrow(&fds, len).unwrap(), borrow(&again, len).unwrap());
     assert!(lent.at.len() == len && lent.at.intersect(&twice.at).is_none());
     let mut there = Taken::new(&mut *other);
     let at = |lent: &LentMemory| DeviceAddr::Card(lent.at.first());
@@ -369,7 +371,7 @@ fn memory_is_lent_or_refused(open: &mut dyn FnMut() -> Box<dyn Device>, align: u
     assert!(run_write(&mut there, 0, at(&lent), &bytes[..4096]).is_err(), "it is lent for reading");
     taken.write(0, DeviceAddr::Card(lendable.first()), &bytes);
     drop((taken, memory, lending));
-    drop((device, fd, again, twice));
+    drop((device, fds, again, twice));
     assert!(there.read(0, at(&lent), len).unwrap() == bytes, "who has lent it is gone");
     let gone = at(&lent);
     drop(lent);

@@ -569,7 +569,7 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
         bytes: 1 << 30,
         listed: None,
         from: Stamp::default(),
-        placed: Some(KeptPlaces { bytes: 1 << 30, offsets: vec![0; 1000] }),
+        placed: Some(KeptPlaces { bytes: 1 << 30, pieces: 1, offsets: vec![0; 1000] }),
     };
     let device = Some("GPU-a0".to_owned());
     let model = |shared, device: &Option<String>| KeptModel {

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, PageSize, Span};
-use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, Region};
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, DriverCopies, FlatSpace, Lending, Region};
 use dmalane_dma::{Registrar, error_chain};
 use dmalane_queue::DeviceQueue;
 
@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::fault::Faults;
 use crate::gpu::{Gpu, Live};
 use crate::library::{Found, GpuInfo, Library};
-use crate::memory::{Allocator, GpuMemory};
+use crate::memory::{Allocator, GpuMemory, Lender};
 use crate::options::VulkanOptions;
 use crate::queue::{GpuQueue, Parts};
 use crate::registrar::importer;
@@ -133,7 +133,7 @@ impl VulkanDevice {
     /// or nothing is allocated there. It holds up to the end of the allocation, or of the largest buffer.
     pub fn address_of(&self, at: CardAddr) -> Option<u64> {
         let mut address = None;
-        let found = self.parts.memory.areas().resolve(at, 1, |_, buffer, offset, _, _| {
+        let found = self.parts.memory.areas().resolve(at, 1, false, |_, buffer, offset, _, _| {
             address = buffer.device_address().map(|first| first + offset);
         });
         found.ok().and(address)
@@ -148,7 +148,8 @@ impl VulkanDevice {
     /// [`Error::NotAllocated`]; [`Error::Range`] for memory of more than one allocation of the driver; [`Error::Call`].
     pub fn export_dma_buf(&self, memory: Span<CardAddr>) -> Result<(OwnedFd, u64), Error> {
         let mut found = None;
-        let there = self.parts.memory.areas().resolve(memory.first(), memory.len(), |_, buffer, offset, at, len| {
+        let (first, len) = (memory.first(), memory.len());
+        let there = self.parts.memory.areas().resolve(first, len, false, |_, buffer, offset, at, len| {
             let whole = at == memory.first().bits() && len == memory.len();
             found = whole.then(|| (buffer.clone(), offset));
         });
@@ -166,7 +167,7 @@ impl VulkanDevice {
     #[cfg(feature = "by-hand")]
     pub(crate) fn buffer_at(&self, at: CardAddr) -> Option<Arc<crate::gpu::Buffer>> {
         let mut found = None;
-        let there = self.parts.memory.areas().resolve(at, 1, |_, buffer, _, _, _| found = Some(buffer.clone()));
+        let there = self.parts.memory.areas().resolve(at, 1, false, |_, buffer, _, _, _| found = Some(buffer.clone()));
         there.ok().and(found)
     }
 
@@ -220,6 +221,17 @@ impl Device for VulkanDevice {
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {
         &mut *self.space
+    }
+
+    fn lending(&self) -> Result<Box<dyn Lending>, Box<dyn StdError + Send + Sync>> {
+        let why = match () {
+            () if !self.gpu().lends => "its driver does not share memory as dma-bufs",
+            () if self.parts.sparse.is_some() => "it binds sparse buffers; open it as vulkan:NAME,flat",
+            () => {
+                return Ok(Box::new(Lender(self.parts.memory.clone(), format!("vulkan:{}", self.gpu().uuid()))));
+            }
+        };
+        Err(format!("{} lends no memory: {why}", self.gpu().name).into())
     }
 
     fn driver_copies(&self) -> Result<Option<Box<dyn DriverCopies>>, Box<dyn StdError + Send + Sync>> {

@@ -90,6 +90,14 @@ pub enum Error {
     /// The range of card addresses was allocated before, or is none.
     #[error("the range {0} of device memory cannot be allocated")]
     Range(dmalane_addr::Span<dmalane_addr::CardAddr>),
+    /// Memory that was lent in another number of descriptors than this driver's limits ask for.
+    #[error("{len} bytes of memory of this GPU are not lent in {pieces} pieces")]
+    Pieces {
+        /// Bytes.
+        len: u64,
+        /// Descriptors.
+        pieces: usize,
+    },
     /// Device memory that is not allocated.
     #[error("no device memory is allocated at {0}")]
     NotAllocated(dmalane_addr::CardAddr),

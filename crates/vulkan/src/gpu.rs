@@ -380,7 +380,8 @@ impl Gpu {
         let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) });
         let memory = memory.map_err(|e| match e.result {
             vk::Result::ERROR_OUT_OF_DEVICE_MEMORY => {
-                Error::NoMemory { len, free: self.free_memory(info.memory_type_index), source: e }
+                let kind = self.info.memory_types.get(info.memory_type_index as usize);
+                Error::NoMemory { len, free: kind.and_then(|kind| self.free_memory(kind.heap)), source: e }
             }
             _ => e.into(),
         })?;
@@ -388,9 +389,9 @@ impl Gpu {
         Ok(Memory { memory, len: info.allocation_size, host: None, exportable: false, gpu: self.clone() })
     }
 
-    /// Bytes that this process may still have of the heap of a memory type; `None` where the driver does not say.
-    fn free_memory(&self, kind: u32) -> Option<u64> {
-        let heap = self.info.memory_types.get(kind as usize).filter(|_| self.info.memory_budget)?.heap as usize;
+    /// Bytes that this process may still have of a heap; `None` where the driver does not say.
+    pub fn free_memory(&self, heap: u32) -> Option<u64> {
+        let heap = Some(heap as usize).filter(|_| self.info.memory_budget)?;
         let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
         let mut properties = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
         // SAFETY: the physical device is one of the instance, and has the extension of the structure.
@@ -420,10 +421,10 @@ impl Gpu {
         Ok(Buffer { buffer, len: info.size, memory: None, window: None, foreign, gpu: self.clone() })
     }
 
-    /// Allocates a buffer of device memory of this heap: to be exported if the device [does](Self::exports) that, or
-    /// for the queues of this device only.
+    /// Allocates a buffer of device memory of this heap: to be exported, which the driver can, or for the queues of
+    /// this device only.
     pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32, exported: bool) -> Result<Arc<Buffer>, Error> {
-        let exportable = exported && self.exportable;
+        let exportable = exported && self.info.dma_buf_export;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(DMA_BUF);
         let mut create = vk::BufferCreateInfo::default().size(len).usage(copied(self.info.device_address));
         if exportable {
@@ -487,15 +488,19 @@ impl Gpu {
         })?;
         let mut from = vk::ImportMemoryHostPointerInfoEXT::default().handle_type(HOST).host_pointer(pointer);
         // SAFETY: address and length are aligned and within `host`, checked above; a handle type that this one imports.
-        unsafe { self.imported(host, len as u64, HOST, properties.memory_type_bits, &mut from, None) }
+        unsafe { self.imported(Some(host), len as u64, HOST, properties.memory_type_bits, &mut from, None) }
     }
 
-    /// Imports a whole dma-buf, of `len` bytes of the memory behind a buffer. The import keeps that alive.
-    pub fn import_dma_buf(self: &Arc<Self>, host: &BufferRef, len: usize, fd: OwnedFd) -> Result<Arc<Buffer>, Error> {
+    /// Imports a dma-buf of `len` bytes, of the memory behind a buffer, which the import keeps alive, or of a device.
+    pub fn import_dma_buf(
+        self: &Arc<Self>,
+        host: Option<&BufferRef>,
+        len: u64,
+        fd: OwnedFd,
+    ) -> Result<Arc<Buffer>, Error> {
         let Some(descriptors) = self.descriptors.as_ref().filter(|_| self.info.dma_buf_import) else {
             return Err(Error::NoDmaBufs);
         };
-        let len = len as u64;
         let mut properties = vk::MemoryFdPropertiesKHR::default();
         self.call("vkGetMemoryFdPropertiesKHR", |d| {
             // SAFETY: the extension is enabled; the descriptor is open, and the driver says so if it is no dma-buf.
@@ -506,53 +511,62 @@ impl Gpu {
         })?;
         // Not every driver looks.
         let mut file = File::from(fd);
-        if file.seek(SeekFrom::End(0)).map_err(Error::Descriptor)? < len {
+        let has = file.seek(SeekFrom::End(0)).map_err(Error::Descriptor)?;
+        if has < len {
             return Err(Error::NoMemoryType("a dma-buf that is too short"));
         }
         let fd = OwnedFd::from(file);
         let mut from = vk::ImportMemoryFdInfoKHR::default().handle_type(DMA_BUF).fd(fd.as_raw_fd());
         // SAFETY: the dma-buf is as long, checked above, and exists as long as somebody has it; a handle type that this
         // one imports.
-        unsafe { self.imported(host, len, DMA_BUF, properties.memory_type_bits, &mut from, Some(fd)) }
+        unsafe { self.imported(host, len, DMA_BUF, properties.memory_type_bits, &mut from, Some((fd, has))) }
     }
 
-    /// Imports `len` bytes of memory behind a buffer, which the import keeps alive, by a handle of this type: into a
-    /// memory type of these bits. `fd` is the handle if it is a descriptor.
+    /// Imports `len` bytes of memory behind a buffer, which the import keeps alive, or of a device, by a handle of this
+    /// type: into a memory type of these bits. `fd` is the handle if it is a descriptor, with its bytes.
     ///
     /// # Safety
-    /// `from` is as the specification asks for, a handle type that this device imports, of `len` bytes of `host`.
+    /// `from` is as the specification asks for, a handle type that this device imports, of `len` bytes of `host`, or as
+    /// many as `fd` says.
     unsafe fn imported(
         self: &Arc<Self>,
-        host: &BufferRef,
+        host: Option<&BufferRef>,
         len: u64,
         handle: vk::ExternalMemoryHandleTypeFlags,
         bits: u32,
         from: &mut impl vk::ExtendsMemoryAllocateInfo,
-        fd: Option<OwnedFd>,
+        fd: Option<(OwnedFd, u64)>,
     ) -> Result<Arc<Buffer>, Error> {
+        // Programs on the GPU see memory of a device.
+        let addressed = host.is_none() && self.info.device_address;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(handle);
-        let create = vk::BufferCreateInfo::default().size(len).usage(copied(false)).push_next(&mut external);
-        // SAFETY: a usage that every device has, and a handle type that this one imports.
+        let create = vk::BufferCreateInfo::default().size(len).usage(copied(addressed)).push_next(&mut external);
+        // SAFETY: a usage that every device has, addresses where it has them, and a handle type that this one imports.
         let buffer = unsafe { self.create_buffer(&create, fd.is_some())? };
         let needs = buffer.requirements();
-        let (flags, size, what) = match fd {
-            Some(_) => (vk::MemoryPropertyFlags::empty(), needs.size, "imported dma-bufs"),
-            None => (COHERENT, len, "imported host memory"),
+        let (flags, size, has, what) = match fd {
+            Some((_, has)) => (vk::MemoryPropertyFlags::empty(), needs.size, has, "imported dma-bufs"),
+            None => (COHERENT, len, len, "imported host memory"),
         };
-        let kind = self.memory_type(needs.memory_type_bits & bits, flags, None).filter(|_| needs.size <= len);
-        let kind = kind.ok_or(Error::NoMemoryType(what))?;
+        let kind = |flags| self.memory_type(needs.memory_type_bits & bits, flags, None);
+        let local = if host.is_none() { kind(vk::MemoryPropertyFlags::DEVICE_LOCAL) } else { None };
+        let kind = local.or_else(|| kind(flags)).filter(|_| needs.size <= has).ok_or(Error::NoMemoryType(what))?;
         // Some drivers take dma-bufs so only, and it has no other buffer anyway.
         let mut dedicated = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer.buffer);
         let mut info = vk::MemoryAllocateInfo::default().allocation_size(size).memory_type_index(kind).push_next(from);
         if fd.is_some() {
             info = info.push_next(&mut dedicated);
         }
-        // SAFETY: a type that the handle's memory has, of which there are `len` bytes; the result keeps it.
+        let mut flags = vk::MemoryAllocateFlagsInfo::default().flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
+        if addressed {
+            info = info.push_next(&mut flags);
+        }
+        // SAFETY: a type that the handle's memory has, of which there are as many bytes; the result keeps it.
         let mut memory = unsafe { self.allocate(&info)? };
         // The driver owns it now.
-        let _ = fd.map(IntoRawFd::into_raw_fd);
-        memory.host = Some(host.clone());
-        self.live.imports.fetch_add(1, Ordering::Relaxed);
+        let _ = fd.map(|(fd, _)| fd.into_raw_fd());
+        memory.host = host.cloned();
+        self.live.imports.fetch_add(u64::from(host.is_some()), Ordering::Relaxed);
         // SAFETY: of a type that the buffer permits, and as long as it asks for.
         Ok(Arc::new(unsafe { buffer.bind(memory)? }))
     }

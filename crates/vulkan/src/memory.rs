@@ -2,10 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dmalane_addr::{CardAddr, PageSize, Span};
-use dmalane_device::{MemoryDriver, Region};
+use ash::vk;
+use dmalane_addr::{CardAddr, PageSize, RangeAllocator, Span};
+use dmalane_device::{Lending, LentMemory, MemoryDriver, Region};
+use dmalane_dma::lock;
 
 use crate::error::Error;
 use crate::gpu::{Buffer, Gpu};
@@ -13,6 +18,10 @@ use crate::gpu::{Buffer, Gpu};
 /// The distance between the first addresses of two heaps. The first begins there too: 0 is no address. All of them have
 /// 48 bits, as page-table formats want.
 const HEAP: u64 = 1 << 43;
+/// The first address of memory that other processes have lent, behind those of all heaps.
+const LENT: u64 = HEAP * (vk::MAX_MEMORY_HEAPS as u64 + 1);
+/// What is lent begins at multiples of it, and no two pieces touch.
+const APART: PageSize = PageSize::SIZE_2M;
 
 /// Allocator of the GPU's memory. Card addresses are this crate's: each heap of the GPU has a range of them.
 pub(crate) struct GpuMemory {
@@ -21,6 +30,10 @@ pub(crate) struct GpuMemory {
     /// Bytes of a chunk at most, a multiple of the granule.
     chunk: u64,
     areas: Mutex<Areas>,
+    /// What is allocated from now on can be lent.
+    lendable: AtomicBool,
+    /// Addresses of memory that others have lent.
+    lent: Mutex<RangeAllocator<CardAddr>>,
 }
 
 /// Allocated ranges, by first address.
@@ -33,6 +46,8 @@ pub(crate) struct Area {
     len: u64,
     chunk: u64,
     chunks: Vec<Arc<Buffer>>,
+    /// Memory of another process, for reading.
+    is_lent: bool,
 }
 
 impl Area {
@@ -65,16 +80,17 @@ impl Areas {
     /// Calls `each` with the buffers behind a range: area, buffer, offset in it, card address, bytes.
     ///
     /// # Errors
-    /// The first address where nothing is allocated; `each` was called for what lies before it.
+    /// The first address where nothing is allocated, or not for writing; `each` was called for what lies before it.
     pub fn resolve(
         &self,
         at: CardAddr,
         len: u64,
+        writes: bool,
         mut each: impl FnMut(&Arc<Area>, &Arc<Buffer>, u64, u64, u64),
     ) -> Result<(), CardAddr> {
         let (mut at, mut left) = (at.bits(), len);
         while left > 0 {
-            let area = self.at(at).ok_or(CardAddr::new(at))?;
+            let area = self.at(at).filter(|area| !(writes && area.is_lent)).ok_or(CardAddr::new(at))?;
             let here = left.min(area.first + area.len - at);
             area.chunks(at, here, |buffer, offset, at, len| each(area, buffer, offset, at, len));
             // No overflow: areas lie below 2^62.
@@ -103,7 +119,9 @@ impl GpuMemory {
         let most = info.max_allocation.min(info.max_buffer).min(HEAP);
         let whole = [PageSize::SIZE_2M.bytes(), granule.bytes()].into_iter().find(|whole| *whole <= most);
         let chunk = whole.map_or(granule.bytes(), |whole| most / whole * whole);
-        Arc::new(Self { gpu: gpu.clone(), regions, chunk, areas: Mutex::default() })
+        let space = Span::inclusive(CardAddr::new(LENT), CardAddr::new((1 << 48) - 1)).expect("16 heaps lie below");
+        let (lendable, lent) = (AtomicBool::new(false), Mutex::new(RangeAllocator::new(space, APART)));
+        Arc::new(Self { gpu: gpu.clone(), regions, chunk, areas: Mutex::default(), lendable, lent })
     }
 
     pub fn regions(&self) -> Vec<Region> {
@@ -139,7 +157,8 @@ impl GpuMemory {
         let mut left = range.len();
         while left > 0 {
             let len = left.min(self.chunk);
-            chunks.push(self.gpu.device_buffer(len, *heap, true)?);
+            let exported = self.gpu.exports() || self.lendable.load(Ordering::Relaxed);
+            chunks.push(self.gpu.device_buffer(len, *heap, exported)?);
             left -= len;
         }
         let (first, len) = (range.first().bits(), range.len());
@@ -147,8 +166,38 @@ impl GpuMemory {
         if taken(&areas) {
             return Err(refused);
         }
-        areas.0.insert(first, Arc::new(Area { first, len, chunk: self.chunk, chunks }));
+        areas.0.insert(first, Arc::new(Area { first, len, chunk: self.chunk, chunks, is_lent: false }));
         Ok(())
+    }
+
+    /// A dma-buf of each chunk of memory that was allocated at once, to be lent.
+    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<OwnedFd>, Error> {
+        let area = self.areas().0.get(&memory.first().bits()).filter(|area| area.len == memory.len()).cloned();
+        let area = area.filter(|area| !area.is_lent).ok_or(Error::NotAllocated(memory.first()))?;
+        area.chunks.iter().map(|chunk| self.gpu.export_dma_buf(chunk)).collect()
+    }
+
+    /// Gives memory that was lent, `len` bytes, card addresses.
+    fn take(self: &Arc<Self>, pieces: &[BorrowedFd<'_>], len: u64) -> Result<LentMemory, Error> {
+        if len == 0 || pieces.len() as u64 != len.div_ceil(self.chunk) {
+            return Err(Error::Pieces { len, pieces: pieces.len() });
+        }
+        let (mut chunks, mut left) = (Vec::new(), len);
+        for piece in pieces {
+            let here = left.min(self.chunk);
+            let fd = piece.try_clone_to_owned().map_err(Error::Descriptor)?;
+            chunks.push(self.gpu.import_dma_buf(None, here, fd)?);
+            left -= here;
+        }
+        let room = APART.round_up(len).and_then(|room| room.checked_add(APART.bytes()));
+        let room = room.and_then(|room| lock(&self.lent).allocate(room, APART).ok());
+        let room =
+            room.ok_or_else(|| Error::Limit("no card addresses are left for memory that was lent".to_owned()))?;
+        let taken = Taken { memory: self.clone(), room };
+        let first = room.first().bits();
+        self.areas().0.insert(first, Arc::new(Area { first, len, chunk: self.chunk, chunks, is_lent: true }));
+        let at = Span::new(room.first(), len).ok_or(Error::Range(room))?;
+        Ok(LentMemory::new(at, taken))
     }
 
     /// The memory is the driver's again once nothing in flight uses it.
@@ -158,15 +207,60 @@ impl GpuMemory {
     }
 }
 
+/// Memory that others have lent, until this is dropped.
+struct Taken {
+    memory: Arc<GpuMemory>,
+    /// Its addresses, and those behind it up to the next.
+    room: Span<CardAddr>,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        // What is in flight keeps the buffers.
+        self.memory.areas().0.remove(&self.room.first().bits());
+        let freed = lock(&self.memory.lent).free(self.room);
+        debug_assert!(freed.is_ok(), "freed as it was allocated");
+    }
+}
+
+/// Lends the memory, and takes what was lent.
+pub(crate) struct Lender(pub Arc<GpuMemory>, pub String);
+
+impl Lending for Lender {
+    fn device(&self) -> &str {
+        &self.1
+    }
+
+    fn allow(&self, lendable: bool) {
+        self.0.lendable.store(lendable, Ordering::Relaxed);
+    }
+
+    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<OwnedFd>, Box<dyn StdError + Send + Sync>> {
+        Ok(self.0.lend(memory)?)
+    }
+
+    fn take(&self, memory: &[BorrowedFd<'_>], len: u64) -> Result<LentMemory, Box<dyn StdError + Send + Sync>> {
+        Ok(self.0.take(memory, len)?)
+    }
+}
+
 /// The memory, for one owner.
 pub(crate) struct Allocator(pub Arc<GpuMemory>);
 
 impl MemoryDriver for Allocator {
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn StdError + Send + Sync>> {
-        Ok(self.0.allocate(range)?)
+        self.0.allocate(range).map_err(|error| match error {
+            Error::NoMemory { .. } => io::Error::new(io::ErrorKind::OutOfMemory, error).into(),
+            error => error.into(),
+        })
     }
 
     fn free(&mut self, range: Span<CardAddr>) {
         self.0.free(range);
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        let heaps = self.0.regions.iter().map(|(_, heap)| self.0.gpu.free_memory(*heap));
+        heaps.sum()
     }
 }

@@ -253,7 +253,7 @@ impl Parts {
     /// The runs behind device memory.
     pub fn device(&self, at: DeviceAddr, len: u64, writes: bool, into: &mut Vec<Run>) -> Result<(), OpError> {
         let mut card = |at: CardAddr, len, seen: Option<(&Arc<Buffer>, u64)>| {
-            self.memory.areas().resolve(at, len, |_, chunk, offset, address, len| {
+            self.memory.areas().resolve(at, len, writes, |_, chunk, offset, address, len| {
                 into.push(match seen {
                     None => Run { buffer: chunk.clone(), offset, address, len, behind: None },
                     Some((buffer, first)) => {
@@ -288,7 +288,7 @@ impl Parts {
         let hint = if operation.cache == CacheHint::Cold { CopyHint::Stream } else { CopyHint::Keep };
         let mut copied = 0;
         let mut card = |at: CardAddr, len| {
-            let found = self.memory.areas().resolve(at, len, |_, buffer, offset, _, len| {
+            let found = self.memory.areas().resolve(at, len, !reads, |_, buffer, offset, _, len| {
                 let host_slice = host.sub(copied as usize, len as usize);
                 if let (Some(host_slice), Some(card_slice)) = (host_slice, buffer.as_volatile_slice(offset, len, reads))
                 {

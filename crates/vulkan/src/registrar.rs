@@ -55,7 +55,7 @@ fn import(gpu: &Arc<Gpu>, memory: &BufferRef, range: Range<usize>) -> Result<Vec
     });
     let (buffer, offset) = made
         .map_err(Error::Descriptor)
-        .and_then(|(fd, has)| Ok((gpu.import_dma_buf(memory, has.len(), fd)?, range.start - has.start)))
+        .and_then(|(fd, has)| Ok((gpu.import_dma_buf(Some(memory), has.len() as u64, fd)?, range.start - has.start)))
         .map_err(|e| match e {
             Error::Lost(_) => e,
             e => Error::Import { by_address: Box::new(by_address), as_dma_buf: Box::new(e) },

@@ -437,7 +437,7 @@ impl SparseSpace {
                 let runs = offset.checked_add(*len).and_then(|end| bo.sg().runs(*offset..end));
                 for run in runs.into_iter().flatten() {
                     whole &= (run.addr.bits() | run.len).is_multiple_of(page.bytes());
-                    let found = areas.resolve(run.addr, run.len, |area, _, _, card, len| {
+                    let found = areas.resolve(run.addr, run.len, false, |area, _, _, card, len| {
                         let memory = Some(Behind { area: area.clone(), at: card, access: *access });
                         changes.insert(at, Piece { len, memory });
                         at += len;

@@ -91,13 +91,18 @@ def daemon_lines(name_filter):
 
 def vulkan_lines(name_filter):
     """The lines of /suites for dma-bufs through Vulkan: a guest has them, and a GPU, so no test may be skipped."""
-    start = mesa.GUEST.format(variables="DMALANE_NEED_GPU=1 DMALANE_NEED_DMA_BUF=1")
-    tests = f"dma_buf::{name_filter}" if name_filter else "dma_buf:: the_layers_are_heard"
+    start = mesa.GUEST.format(
+        variables="DMALANE_NEED_GPU=1 DMALANE_NEED_DMA_BUF=1 DMALANE_TEST_DMALANED=/tests/dmalaned"
+    )
+    tests = f"dma_buf::{name_filter}" if name_filter else "dma_buf:: the_layers_are_heard a_flat_gpu_takes_the_suite"
     lines = [f"vulkan devices {start} /tests/vulkan {LIBTEST} {tests}"]
     if not name_filter:
         read = "read /mesa/libstdc++.so.6 -q --dma-buf"
         for heap in ("memfd", "dma-heap"):
             lines.append(f"read-{heap} devices {start} /tests/dmalane {read} --heap {heap}")
+    kept = "keep::a_model_is_kept_in_memory_of_a_gpu_of_vulkan"
+    if name_filter in kept:
+        lines.append(f"vulkan-kept devices {start} /tests/commands {LIBTEST} --exact {kept}")
     return lines
 
 

@@ -240,11 +240,6 @@ impl Drop for Running {
     }
 }
 
-/// The program, which is elsewhere in a guest of scripts/vm.
-fn dmalaned() -> std::ffi::OsString {
-    std::env::var_os("DMALANE_TEST_DMALANED").unwrap_or_else(|| env!("CARGO_BIN_EXE_dmalaned").into())
-}
-
 /// A daemon that listens at this path.
 fn serve(mut command: Command, path: &Path) -> Running {
     command.arg("--socket").arg(path).args(["-q", "--mode", "600", "--clients", "64"]);
@@ -265,7 +260,7 @@ impl Daemon {
     fn start(group: Group) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let process = serve(group.command(dmalaned()), &path);
+        let process = serve(group.command(crate::dmalaned()), &path);
         let this = Self { process, path, _folder: folder, group, idle: [0; 2] };
         let start = Instant::now();
         while this.card_memory().is_err() {
@@ -277,7 +272,7 @@ impl Daemon {
 
     /// Bytes of card memory that its clients have, by `dmalaned status`.
     fn card_memory(&self) -> Result<u64, String> {
-        let mut status = Command::new(dmalaned());
+        let mut status = Command::new(crate::dmalaned());
         let output = status.args(["status", "--json", "--socket"]).arg(&self.path).output().unwrap();
         let json: Value = serde_json::from_slice(&output.stdout)
             .map_err(|_| format!("no status: {}", String::from_utf8_lossy(&output.stderr).trim()))?;

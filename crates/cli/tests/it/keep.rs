@@ -46,7 +46,7 @@ impl Keeping {
     }
 
     fn start(&mut self, options: &[&str]) {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalaned"));
+        let mut command = Command::new(crate::dmalaned());
         command.arg("keep").args(options).env("DMALANE_KEEP", self.socket());
         command.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS").stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -315,6 +315,41 @@ fn a_gpu_that_is_full_of_kept_models_takes_another_one() {
     assert!(says.contains("cannot keep it in memory of the device"), "after two seconds: {says}");
     assert_eq!(keeping.json(&["kept", "--json"])["evicted"], 1);
     fake.assert_clean("a full GPU");
+}
+
+/// Where a driver shares its memory, which lavapipe does in guests alone (`DMALANE_NEED_DMA_BUF`).
+#[test]
+fn a_model_is_kept_in_memory_of_a_gpu_of_vulkan() {
+    let skipped = |why: &str| {
+        assert!(std::env::var_os("DMALANE_NEED_DMA_BUF").is_none(), "DMALANE_NEED_DMA_BUF is set: {why}");
+        println!("SKIPPED: {why}");
+    };
+    let open = || dmalane::open("vulkan:0,flat");
+    let mut device = match open() {
+        Ok(device) => device,
+        Err(e) => return skipped(&error_chain(&e)),
+    };
+    if let Err(why) = device.lending() {
+        return skipped(&why.to_string());
+    }
+    let keeping = Keeping::new(&["--memory", "1MiB"]);
+    sample(keeping.at("m.safetensors"), 3 << 20, 1);
+    let (path, watch) = ([keeping.at("m.safetensors")], |_| ControlFlow::Continue(()));
+    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let (kept, _) = kept::keep(Some(&mut device), &path, &options, watch).unwrap();
+    assert!(kept.device.as_ref().is_some_and(|name| name.starts_with("vulkan:")), "{:?}", kept.device);
+    let loaded = kept::attach_or_keep_on(&mut device, &path, &options, false, watch).unwrap().expect("it is kept");
+    let bytes = read_back(&mut device, &loaded.files[0], 0);
+    device.unload(loaded).unwrap();
+    drop(device);
+    let (mut other, keeper) = (open().unwrap(), KeeperClient::connect(&keeping.socket()).unwrap());
+    let loaded = keeper.attach_onto("m", &mut other, true).unwrap();
+    keeper.drop_model("m").unwrap();
+    let at = loaded.files[0].tensor(0).va.unwrap().first();
+    let at = other.address_space().at(at);
+    assert!(other.write(at, &[1; 8]).is_err(), "for reading");
+    assert!(read_back(&mut other, &loaded.files[0], 0) == bytes && !bytes.is_empty());
+    other.unload(loaded).unwrap();
 }
 
 #[test]

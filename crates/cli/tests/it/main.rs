@@ -25,6 +25,11 @@ mod usage;
 mod validate;
 mod vm;
 
+/// The daemon's program, which is elsewhere in a guest of scripts/vm.
+fn dmalaned() -> std::ffi::OsString {
+    std::env::var_os("DMALANE_TEST_DMALANED").unwrap_or_else(|| env!("CARGO_BIN_EXE_dmalaned").into())
+}
+
 /// `dmalane` under strace, with this error or value injected into a system call, as `fsync:error=EIO:when=2`.
 fn injecting(what: &str) -> std::process::Command {
     let call = what.split(':').next().unwrap();

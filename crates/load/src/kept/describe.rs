@@ -70,8 +70,19 @@ pub struct KeptEntry {
 pub struct KeptPlaces {
     /// Bytes of the memory; 0 where there is none, because no tensor has any bytes.
     pub bytes: u64,
+    /// Descriptors of it, where there is any: more than one where the driver has limits.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub pieces: usize,
     /// Where each tensor begins in it, in the order of the manifest.
     pub offsets: Vec<u64>,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(pieces: &usize) -> bool {
+    *pieces == 1
 }
 
 /// A file as the kernel told it apart from all others, and from what it was before.
@@ -87,6 +98,13 @@ pub struct Stamp {
     pub modified: [i64; 2],
     /// When it was last changed in any way.
     pub changed: [i64; 2],
+}
+
+impl KeptPlaces {
+    /// Descriptors of the memory.
+    pub(super) fn fds(&self) -> usize {
+        if self.bytes > 0 { self.pieces } else { 0 }
+    }
 }
 
 impl KeptEntry {
@@ -124,9 +142,9 @@ impl KeptModel {
         self.files.iter().filter_map(|file| file.placed.as_ref()).fold(0, |sum, of| sum.saturating_add(of.bytes))
     }
 
-    /// Its descriptors: this description, its manifest, and one for each file that has memory.
+    /// Its descriptors: this description, its manifest, and those of the memory of each file.
     pub fn descriptors(&self) -> usize {
-        2 + self.files.iter().filter(|file| file.placed.as_ref().is_none_or(|places| places.bytes > 0)).count()
+        self.files.iter().fold(2, |sum, file| sum.saturating_add(file.placed.as_ref().map_or(1, KeptPlaces::fds)))
     }
 
     /// A file of it as a path.

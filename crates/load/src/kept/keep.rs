@@ -465,11 +465,13 @@ fn lend(device: &mut OpenDevice, loaded: &Loaded, manifest: &Manifest) -> Result
         if spans.len() > 1 {
             return Err(cannot_lend("a file lies in several pieces of it".into()).into());
         }
+        let before = memory.fds.len();
         for span in &spans {
-            memory.fds.push(lending.lend(*span).map_err(cannot_lend)?);
+            memory.fds.extend(lending.lend(*span).map_err(cannot_lend)?);
         }
+        let (bytes, pieces) = (spans.iter().map(Span::len).sum(), memory.fds.len() - before);
         let offsets = file.layout.places.iter().map(|place| place.bo_offset).collect();
-        memory.places.push(Some(KeptPlaces { bytes: spans.iter().map(Span::len).sum(), offsets }));
+        memory.places.push(Some(KeptPlaces { bytes, pieces, offsets }));
     }
     Ok(memory)
 }

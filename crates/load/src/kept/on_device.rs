@@ -41,8 +41,10 @@ pub(super) fn map_onto(device: &mut OpenDevice, lent: Lent, verify: bool) -> Res
     for (entry, of) in model.files.iter().zip(&manifest.files) {
         let places = entry.placed.as_ref().filter(|_| entry.name == of.name);
         let places = places.ok_or_else(|| bad("it has other files than its manifest"))?;
-        let take = |fd: OwnedFd| lending.take(fd.as_fd(), places.bytes).map_err(cannot_take);
-        let memory = (places.bytes > 0).then(|| fds.next()).flatten().map(take).transpose()?;
+        let pieces: Vec<OwnedFd> = fds.by_ref().take(places.fds()).collect();
+        let pieces: Vec<_> = pieces.iter().map(AsFd::as_fd).collect();
+        let take = || lending.take(&pieces, places.bytes).map_err(cannot_take);
+        let memory = (places.bytes > 0).then(take).transpose()?;
         let listed = entry.listed();
         let mut contents = of.contents();
         let counts = |name: &str| listed.as_ref().is_none_or(|names| names.contains(name));

@@ -1,7 +1,7 @@
 //! Memory shared as dma-bufs, both ways. The guests of `scripts/vm` run these with real ones (`DMALANE_NEED_DMA_BUF`);
 //! without udmabuf a memfd stands in for imported ones, which a GPU in software maps alike.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use dmalane_dma::{AnonHeap, DmaHeap, MemfdHeap, PageKind, error_chain, export_dma_buf};
 
@@ -89,7 +89,7 @@ fn host_memory_is_imported() {
         let (before, again) = (left(&live), || fd.try_clone().unwrap());
         for number in 1.. {
             faults.fail(number, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
-            let imported = gpu.import_dma_buf(&buf.reference(), SIZE, again());
+            let imported = gpu.import_dma_buf(Some(&buf.reference()), SIZE as u64, again());
             let Some(call) = faults.failed() else {
                 imported.unwrap();
                 break;
@@ -98,9 +98,10 @@ fn host_memory_is_imported() {
             assert_eq!(left(&live), before, "{kind}: {call}");
         }
         faults.heal();
-        let longer = gpu.import_dma_buf(&buf.reference(), 2 * SIZE, again()).err().expect("beyond its end");
+        let longer =
+            gpu.import_dma_buf(Some(&buf.reference()), 2 * SIZE as u64, again()).err().expect("beyond its end");
         assert!(longer.to_string().contains("too short"), "{kind}: {longer}");
-        let imported = gpu.import_dma_buf(&buf.reference(), SIZE, fd).unwrap();
+        let imported = gpu.import_dma_buf(Some(&buf.reference()), SIZE as u64, fd).unwrap();
         assert_eq!([left(&live)[0], left(&live)[1]], [before[0] + 1, before[1] + 1]);
         // Written after the import, so that a copy made by it would not have them.
         let bytes = pattern(seed);
@@ -289,6 +290,63 @@ fn one_device_imports_what_another_exports() {
     other.end();
 }
 
+/// In one piece, in as many as the driver's limits ask for, and as dedicated allocations.
+#[test]
+fn another_device_reads_what_was_lent() {
+    for (largest, dedicated) in [(None, false), (Some(64 << 10), false), (None, true)] {
+        let live = || {
+            let live = Arc::<Live>::default();
+            live.dedicated.store(dedicated, Ordering::Relaxed);
+            live
+        };
+        let options = VulkanOptions { sparse: false, largest, ..VulkanOptions::default() };
+        let Some(mut one) = Opened::limited(&options, live()) else { return };
+        let lending = match one.device.lending() {
+            Ok(lending) => lending,
+            Err(why) => return skip(why),
+        };
+        lending.allow(true);
+        let (_, from, table) = one.allocate(SIZE as u64);
+        lending.allow(false);
+        let bytes = pattern(5);
+        let host = one.host(&bytes);
+        drop(run(&mut *one.queues[0], vec![Operation::write(host, from)]).unwrap());
+        let only = table.segments().next().unwrap();
+        let fds = lending.lend(Span::new(only.addr, only.len).unwrap()).unwrap();
+        assert_eq!(fds.len() as u64, largest.map_or(1, |most| SIZE as u64 / most));
+        drop(lending);
+        one.memory.free(table.segments()).unwrap();
+        one.end();
+
+        let mut other = Opened::limited(&options, live()).unwrap();
+        let borrower = other.device.lending().unwrap();
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let (none, few, longer) = (&[][..], &fds[1..], 2 * SIZE as u64);
+        for (pieces, len) in [(none, SIZE as u64), (few, SIZE as u64), (&fds[..], longer), (&fds[..], 0)] {
+            assert!(borrower.take(pieces, len).is_err(), "{len} bytes in {} pieces", pieces.len());
+        }
+        let (lent, twice) = (borrower.take(&fds, SIZE as u64).unwrap(), borrower.take(&fds, SIZE as u64).unwrap());
+        assert!(lent.at.intersect(&twice.at).is_none());
+        drop(twice);
+        let at = DeviceAddr::Card(lent.at.first());
+        let back = Operation::read(other.host(&[0; SIZE]), at);
+        assert!(bytes_of(run(&mut *other.queues[0], vec![back]).unwrap().remove(0)) == bytes, "the same bytes");
+        let change = Operation::write(other.host(&[1; SIZE]), at);
+        assert!(run(&mut *other.queues[0], vec![change]).is_err(), "for reading");
+        let seen = other.device.address_of(lent.at.first()).is_some();
+        assert_eq!(seen, other.device.gpu().device_address, "by programs on the GPU");
+        drop(lent);
+        let gone = Operation::read(other.host(&[0; SIZE]), at);
+        assert!(run(&mut *other.queues[0], vec![gone]).is_err(), "it was given back");
+        drop(borrower);
+        other.end();
+    }
+    let Some(bound) = Opened::new(true) else { return };
+    let why = bound.device.lending().err().unwrap().to_string();
+    assert!(why.ends_with("it binds sparse buffers; open it as vulkan:NAME,flat"), "{why}");
+    bound.end();
+}
+
 #[test]
 fn memory_that_can_be_exported_is_bound() {
     let Some(mut gpu) = exporter(true) else { return };
@@ -345,7 +403,7 @@ fn a_descriptor_that_is_no_dma_buf_is_refused_and_closed() {
         return skip("the driver does not import dma-bufs");
     }
     let ((reader, mut writer), buf) = (std::io::pipe().unwrap(), memfd());
-    let error = gpu.device.shared().import_dma_buf(&buf.reference(), SIZE, reader.into()).err().unwrap();
+    let error = gpu.device.shared().import_dma_buf(Some(&buf.reference()), SIZE as u64, reader.into()).err().unwrap();
     assert!(matches!(error, Error::Descriptor(_)), "{error}");
     let written = std::io::Write::write(&mut writer, &[0]);
     assert_eq!(written.unwrap_err().kind(), std::io::ErrorKind::BrokenPipe, "a copy of the descriptor is left");
@@ -364,7 +422,7 @@ fn a_queue_owns_memory_after_all_that_owned_it_before() {
     let mut buffers = Vec::new();
     for buf in [memfd(), memfd()] {
         let Some(fd) = descriptor(&buf, info.kind == "software GPU") else { return skip("no udmabuf") };
-        buffers.push(device.import_dma_buf(&buf.reference(), SIZE, fd).unwrap());
+        buffers.push(device.import_dma_buf(Some(&buf.reference()), SIZE as u64, fd).unwrap());
     }
     let mut queues = [(); 2].map(|()| Channel::new(device, 0).unwrap());
     let mut use_all = |queue: usize, used: &[usize], fails: bool| {
