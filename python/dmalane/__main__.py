@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ PROGRAM = (
     "the full command line is a program in Rust: from the archive of a release, or in a clone of dmalane by "
     "`cargo install --path crates/cli`"
 )
+COMMANDS = ("compare", "inspect", "manifest", "verify")
 # Set where one program has handed a command to the other.
 HANDED_OVER = "_DMALANE_PROGRAM"
 
@@ -92,12 +94,14 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if words[:1] == ["compare"]:
         return compare(words[1:])
-    if words and not words[0].startswith("-") and words[0] not in ("inspect", "manifest", "verify"):
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         # Once: an executable may be a wrapper of this program.
         if (program := full_program()) and os.environ.get(HANDED_OVER) != program:
             with contextlib.suppress(OSError):
                 os.execve(program, [program, *words], {**os.environ, HANDED_OVER: program})
-        print(f"dmalane: the Python package has no command {words[0]!r}; {PROGRAM}", file=sys.stderr)
+        near = difflib.get_close_matches(words[0], COMMANDS, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else f"; {PROGRAM}"
+        print(f"dmalane: the Python package has no command {words[0]!r}{meant}", file=sys.stderr)
         return 2
     options = parser().parse_args(words)
     try:

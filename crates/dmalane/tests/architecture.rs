@@ -375,16 +375,22 @@ fn dependencies_are_allowed() {
     report(&wrong);
 }
 
+/// What cargo says that a crate compiles, itself included, with these edges.
+fn compiled(package: &str, edges: &str) -> String {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["tree", "--locked", "--offline", "--prefix=none", "--format={p}", "-p", package, "--edges", edges]);
+    let tree = cargo.current_dir(root()).output().expect("cargo");
+    let why = String::from_utf8_lossy(&tree.stderr);
+    assert!(tree.status.success(), "{why}: `cargo fetch --locked` brings what was not downloaded yet");
+    String::from_utf8_lossy(&tree.stdout).into_owned()
+}
+
 /// Kernels and VMMs build the first three alone. What is compiled, themselves included, is worth a decision.
 #[test]
 fn crates_compile_few_others() {
     let all = [("dmalane-addr", 2), ("dmalane-iopt", 3), ("dmalane-vfio", 25), ("dmalane-cli", 110)];
     for (package, most) in all {
-        let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["tree", "--locked", "--offline", "--edges=normal,build", "--prefix=none", "--format={p}", "-p"]);
-        let tree = cargo.arg(package).current_dir(root()).output().expect("cargo");
-        assert!(tree.status.success(), "{}", String::from_utf8_lossy(&tree.stderr));
-        let tree = String::from_utf8_lossy(&tree.stdout);
+        let tree = compiled(package, "normal,build");
         let compiled: BTreeSet<_> = tree.lines().map(|line| line.trim_end_matches(" (*)")).collect();
         assert!((1..=most).contains(&compiled.len()), "{package}, more than {most}: {compiled:?}");
     }
@@ -393,10 +399,7 @@ fn crates_compile_few_others() {
 /// Built alone, the Python package has no features but those that it asks for.
 #[test]
 fn the_python_package_has_every_device() {
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["tree", "--locked", "--offline", "--edges=normal", "--prefix=none", "--format={p}", "-p"]);
-    let tree = cargo.arg("dmalane-python").current_dir(root()).output().expect("cargo");
-    let tree = String::from_utf8_lossy(&tree.stdout);
+    let tree = compiled("dmalane-python", "normal");
     let missing = ["cuda", "vulkan", "slash", "daemon", "vfio-user"].map(|device| format!("dmalane-{device} v"));
     let missing: Vec<_> = missing.into_iter().filter(|device| !tree.contains(device)).collect();
     assert!(missing.is_empty(), "{missing:?}");

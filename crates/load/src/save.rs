@@ -121,7 +121,7 @@ impl Output {
 
     /// The directory, and the name in it.
     fn place(&self) -> io::Result<(&Path, &OsStr)> {
-        let name = self.path.file_name().ok_or_else(|| io::Error::other("it is a folder, not a file"))?;
+        let name = self.path.file_name().ok_or_else(|| not_a_file(0o040_000))?;
         Ok((self.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")), name))
     }
 
@@ -135,7 +135,7 @@ impl Output {
             return Err(io::Error::other(format!("it is the input {}", input.display())));
         }
         if !meta.is_file() {
-            return Err(io::Error::other(format!("it is {}, not a file", kind(meta.mode()))));
+            return Err(not_a_file(meta.mode()));
         }
         if !self.replace {
             let what = format!("it exists already, and has {} bytes", meta.len());
@@ -165,17 +165,18 @@ impl From<&Path> for Output {
 /// Bytes for which there must be room before a file is begun.
 const ROOM: u64 = 64 << 10;
 
-fn kind(mode: u32) -> &'static str {
+fn not_a_file(mode: u32) -> io::Error {
     // `S_IFMT`
-    match mode & 0o170_000 {
-        0o040_000 => "a folder",
-        0o020_000 => "a character device",
-        0o060_000 => "a block device",
-        0o010_000 => "a pipe",
-        0o140_000 => "a socket",
-        0o120_000 => "a symbolic link",
-        _ => "something else",
-    }
+    let (kind, what) = match mode & 0o170_000 {
+        0o040_000 => (ErrorKind::IsADirectory, "a folder"),
+        0o020_000 => (ErrorKind::InvalidInput, "a character device"),
+        0o060_000 => (ErrorKind::InvalidInput, "a block device"),
+        0o010_000 => (ErrorKind::InvalidInput, "a pipe"),
+        0o140_000 => (ErrorKind::InvalidInput, "a socket"),
+        0o120_000 => (ErrorKind::InvalidInput, "a symbolic link"),
+        _ => (ErrorKind::InvalidInput, "something else"),
+    };
+    io::Error::new(kind, format!("it is {what}, not a file"))
 }
 
 /// A file being written, hidden beside the target, and removed on drop.

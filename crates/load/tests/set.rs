@@ -149,6 +149,17 @@ fn what_is_odd_about_a_file_is_noted() {
     std::fs::remove_file(&whole).unwrap();
     std::fs::File::create(&whole).unwrap().set_len(1 << 20).unwrap();
     assert!(model.notes().is_empty(), "{:?}", model.notes());
+    // A stale copy is no loss; a tensor of no list is.
+    for (name, bytes) in [
+        ("a.safetensors", safetensors(&[("x", 1.0), ("y", 2.0), ("z", 3.0)])),
+        ("b.safetensors", safetensors(&[("y", 4.0)])),
+        ("m.safetensors.index.json", index(&[("x", "a.safetensors"), ("y", "b.safetensors")])),
+    ] {
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    let model = HostModel::open([folder.path().join("m.safetensors.index.json")], ModelOptions::default()).unwrap();
+    let [note] = &model.notes()[..] else { panic!("{:?}", model.notes()) };
+    assert!(note.ends_with("a.safetensors: a tensor is left out that the index does not list: \"z\""), "{note}");
 }
 
 #[test]

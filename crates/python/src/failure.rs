@@ -1,5 +1,6 @@
 //! Errors of the engine as Python exceptions of `dmalane.errors`, with their fields.
 
+use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use dmalane::addr::FileOffset;
@@ -11,9 +12,16 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Of errors that we have made without asking the kernel.
-const ENOENT: i32 = 2;
-const EEXIST: i32 = 17;
+/// The `errno` of errors with words of their own.
+const BY_KIND: [(ErrorKind, i32); 7] = [
+    (ErrorKind::NotFound, 2),
+    (ErrorKind::PermissionDenied, 13),
+    (ErrorKind::AlreadyExists, 17),
+    (ErrorKind::NotADirectory, 20),
+    (ErrorKind::IsADirectory, 21),
+    (ErrorKind::StorageFull, 28),
+    (ErrorKind::ReadOnlyFilesystem, 30),
+];
 
 /// An error that becomes a Python exception when it reaches the interpreter.
 #[derive(Debug)]
@@ -57,13 +65,9 @@ impl Failure {
         at.into_iter().fold(self, |failure, at| failure.number("offset", at.bits()))
     }
 
-    pub(crate) fn io(self, source: &std::io::Error) -> Self {
-        let ours = match source.kind() {
-            std::io::ErrorKind::NotFound => Some(ENOENT),
-            std::io::ErrorKind::AlreadyExists => Some(EEXIST),
-            _ => None,
-        };
-        match source.raw_os_error().or(ours) {
+    pub(crate) fn io(self, source: &io::Error) -> Self {
+        let of_kind = || BY_KIND.iter().find(|(kind, _)| *kind == source.kind()).map(|(_, errno)| *errno);
+        match source.raw_os_error().or_else(of_kind) {
             Some(errno) => self.number("errno", u64::from(errno.unsigned_abs())),
             None => self,
         }

@@ -201,7 +201,11 @@ impl Socket {
             command,
             // What a socket says whose timeout is over.
             source: match source.kind() {
-                io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, format!("not within {timeout:?}")),
+                io::ErrorKind::WouldBlock => {
+                    // A process that serves one client at a time lets the next one wait.
+                    let busy = if command == Command::Version { "; does it serve another client?" } else { "" };
+                    io::Error::new(io::ErrorKind::TimedOut, format!("not within {timeout:?}{busy}"))
+                }
                 _ => source,
             },
         };
@@ -797,6 +801,10 @@ pub(crate) mod tests {
         let error = chain(socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err());
         assert_eq!(error, "the device's process does not answer to RegionWrite: not within 1s");
         assert!(began.elapsed() >= SHORT && began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
+        let (ours, _busy) = UnixStream::pair().unwrap();
+        let error = chain(UserBus::with_timeout(ours, SHORT).unwrap_err());
+        let why = "not within 1s; does it serve another client?";
+        assert_eq!(error, format!("the device's process does not answer to Version: {why}"));
     }
 
     #[test]

@@ -36,6 +36,7 @@ def test_commands_of_the_other_program_are_named():
     (line,) = done.stderr.splitlines()
     assert line.startswith("dmalane: the Python package has no command 'load'; ")
     assert "cargo install --path crates/cli" in line
+    assert program("verfiy", "x").stderr.endswith("has no command 'verfiy'; did you mean 'verify'?\n")
 
 
 def test_the_other_program_does_what_this_one_does_not(tmp_path):

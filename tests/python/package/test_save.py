@@ -63,6 +63,18 @@ def test_a_write_that_fails_names_the_file_and_leaves_none(tmp_path):
     assert (error.value.path, error.value.errno) == (str(path), errno.EFBIG) and os.listdir(tmp_path) == []
 
 
+def test_a_place_that_takes_no_file_is_refused_as_python_does(tmp_path):
+    write_model(tmp_path / "m.safetensors", {"a": ("U8", [2], b"ab")})
+    for path, kind, number in [
+        (tmp_path, IsADirectoryError, errno.EISDIR),
+        (tmp_path / "m.safetensors" / "x", NotADirectoryError, errno.ENOTDIR),
+        (tmp_path / "none" / "x", FileNotFoundError, errno.ENOENT),
+    ]:
+        with pytest.raises(dmalane.FileError) as error:
+            dmalane.save_file({"b": np.zeros(3)}, path)
+        assert isinstance(error.value, kind) and error.value.errno == number
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = write_model(tmp_path / "m.safetensors", {"a": ("U8", [2], b"ab")})
     before = path.read_bytes()

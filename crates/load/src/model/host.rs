@@ -97,6 +97,8 @@ pub struct HostModel {
     by_name: Arc<HashMap<String, (usize, usize)>>,
     manifest: Arc<Manifest>,
     left_out: Arc<Vec<(PathBuf, String)>>,
+    /// Notes about tensors that no index lists.
+    unlisted: Arc<Vec<String>>,
 }
 
 impl HostModel {
@@ -124,6 +126,7 @@ impl HostModel {
         let ModelOptions { mode, memory_limit, manifest, select, .. } = options;
         let all: Vec<_> = files.iter().map(|file| (file.path(), file.listed(), &**file.contents())).collect();
         set::check(&all)?;
+        let unlisted = Arc::new(set::unlisted(&all));
         files.iter_mut().try_for_each(|file| file.retain(select.as_ref()))?;
         if select.is_some() {
             files.retain(|file| !file.contents().tensors.is_empty());
@@ -142,7 +145,8 @@ impl HostModel {
         let (budget, above) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), None);
         let (files, reads, closed) = (Arc::new(files), Arc::default(), Arc::default());
         let reader = Arc::new(Reader { files, budget, reads, mode, threads: None, closed, above });
-        Ok(Self { reader, by_name: Arc::new(by_name), manifest: Arc::new(manifest), left_out: Arc::default() })
+        let (by_name, manifest) = (Arc::new(by_name), Arc::new(manifest));
+        Ok(Self { reader, by_name, manifest, left_out: Arc::default(), unlisted })
     }
 
     /// The same model with another memory limit, which counts what it reads from now on, and the same
@@ -173,9 +177,9 @@ impl HostModel {
     }
 
     /// Notes about the files, a sentence each: bytes of tensors that are holes, as in a download that never finished,
-    /// and bytes behind the last tensor, as where files were joined.
+    /// bytes behind the last tensor, as where files were joined, and tensors that an index leaves out.
     pub fn notes(&self) -> Vec<String> {
-        let mut notes = Vec::new();
+        let mut notes = (*self.unlisted).clone();
         let holes = in_parallel(self.files().iter().collect(), |file: &ModelFile| Ok::<_, Error>(file.hole()));
         for (file, hole) in self.files().iter().zip(holes.unwrap_or_default()) {
             let path = file.path().display();

@@ -261,6 +261,28 @@ pub(crate) fn check(files: &[(&Path, Option<&BTreeSet<String>>, &Model)]) -> Res
     check_split(files.iter().map(|(path, _, model)| (*path, *model)))
 }
 
+/// Tensors of files that an index lists, which it lists for no file: a sentence for each file that has some.
+pub(crate) fn unlisted(files: &[(&Path, Option<&BTreeSet<String>>, &Model)]) -> Vec<String> {
+    let others = files.iter().filter_map(|(path, listed, model)| {
+        let names = model.tensors.iter().map(|tensor| &*tensor.name);
+        let others: Vec<&str> = listed.map(|listed| names.filter(|name| !listed.contains(*name)).collect())?;
+        (!others.is_empty()).then_some((path, others))
+    });
+    let mut others: Vec<_> = others.collect();
+    if others.is_empty() {
+        return Vec::new();
+    }
+    let all: HashSet<&str> = files.iter().filter_map(|(_, listed, _)| *listed).flatten().map(|name| &**name).collect();
+    // A stale copy of a tensor that is listed for another file is no loss.
+    others.iter_mut().for_each(|(_, names)| names.retain(|name| !all.contains(name)));
+    let note = |(path, names): (&&Path, Vec<&str>)| {
+        let what = if names.len() == 1 { "a tensor is" } else { "tensors are" };
+        let names: Vec<_> = names.iter().map(|name| format!("{:?}", short(name))).collect();
+        format!("{}: {what} left out that the index does not list: {}", path.display(), listed(&names))
+    };
+    others.into_iter().filter(|(_, names)| !names.is_empty()).map(note).collect()
+}
+
 /// The parts of a split GGUF: `split.no` of `split.count`, and all tensors.
 /// Format: <https://github.com/ggml-org/llama.cpp/tree/master/tools/gguf-split>.
 fn check_split<'a>(files: impl Iterator<Item = (&'a Path, &'a Model)>) -> Result<(), Error> {

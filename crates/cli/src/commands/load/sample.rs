@@ -22,7 +22,7 @@ const SEED: u64 = 1;
 pub fn size(text: &str) -> Result<Size, String> {
     match text.parse::<Size>() {
         Ok(size) if size.bytes() >= LEAST.bytes() => Ok(size),
-        Ok(_) => Err(format!("a sample needs at least {LEAST}")),
+        Ok(size) => Err(format!("that is {} bytes; a sample needs at least {LEAST}", size.bytes())),
         Err(e) => Err(e.to_string()),
     }
 }
