@@ -7,7 +7,7 @@ pub struct Gpu {
     pub number: u32,
     /// Its name ("NVIDIA H100 80GB HBM3").
     pub name: String,
-    /// Its UUID ("GPU-2918fc3f-...").
+    /// Its UUID ("GPU-2918fc3f-..."), or that of the part of one that it is ("MIG-...").
     pub uuid: String,
     /// Its PCI address ("0000:00:06.0").
     pub pci: String,

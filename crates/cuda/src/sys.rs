@@ -187,6 +187,7 @@ calls! {
         pointer_attribute = "cuPointerGetAttribute" (*mut c_void, c_int, Pointer);
     }
     optional {
+        part_uuid = "cuDeviceGetUuid_v2" (*mut [c_uchar; 16], c_int);
         range_handle = "cuMemGetHandleForAddressRange" (*mut c_void, Pointer, usize, c_int, u64);
         batch = "cuMemcpyBatchAsync_v2"
             (*const Pointer, *const Pointer, *const usize, usize, *const CopyAttributes, *const usize, usize, Handle);
@@ -323,8 +324,13 @@ impl Driver {
         call!(self.device(&raw mut device, c_int::try_from(number).unwrap_or(c_int::MAX)))?;
         call!(self.driver_version(&raw mut version))?;
         call!(self.device_memory(&raw mut memory, device))?;
-        let mut uuid = [0; 16];
+        let (mut uuid, mut part) = ([0; 16], [0; 16]);
         call!(self.device_uuid(&raw mut uuid, device))?;
+        if self.calls.part_uuid.is_some() {
+            may_call!(self.part_uuid(&raw mut part, device))?;
+        }
+        // A part of a GPU (MIG) has one of its own, beside that of the whole.
+        let (kind, uuid) = if part == uuid || part == [0; 16] { ("GPU", uuid) } else { ("MIG", part) };
         let mut text: [c_char; 256] = [0; 256];
         call!(self.device_name(text.as_mut_ptr(), 256, device))?;
         let name = string(&text);
@@ -336,7 +342,7 @@ impl Driver {
         let gpu = Gpu {
             number,
             name,
-            uuid: format!("GPU-{uuid}"),
+            uuid: format!("{kind}-{uuid}"),
             pci: string(&text),
             memory: memory as u64,
             driver: (version / 1000, version % 1000 / 10),

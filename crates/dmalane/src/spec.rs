@@ -106,6 +106,7 @@ mod tests {
         "vulkan:Tesla: 1, two,flat,channels=2",
         "cuda:1,vmm",
         "cuda:GPU-2918fc3f,vmm,lib=/a,b",
+        "cuda:MIG-2918fc3f",
         "slash:0",
         "slash:1,ring=11",
         "vrtd:/tmp/a:b#1,ring=0",

@@ -325,7 +325,16 @@ functions! {
         call("cuDeviceGetName", |state| check_device(state, device).and_then(|()| put_text(to, room, "Fake GPU")))
     }
     fn cuDeviceGetUuid(to: *mut [c_uchar; 16], device: c_int) {
-        call("cuDeviceGetUuid", |state| check_device(state, device).and_then(|()| put(to, [0xa0 + device as u8; 16])))
+        call("cuDeviceGetUuid", |state| {
+            let number = if state.settings.parts { 0 } else { device as u8 };
+            check_device(state, device).and_then(|()| put(to, [0xa0 + number; 16]))
+        })
+    }
+    fn cuDeviceGetUuid_v2(to: *mut [c_uchar; 16], device: c_int) {
+        call("cuDeviceGetUuid_v2", |state| {
+            let kind = if state.settings.parts { 0xb0 } else { 0xa0 };
+            check_device(state, device).and_then(|()| put(to, [kind + device as u8; 16]))
+        })
     }
     fn cuDeviceGetPCIBusId(to: *mut c_char, room: c_int, device: c_int) {
         let text = format!("0000:0{device}:00.0");
@@ -918,6 +927,7 @@ fn control(state: &mut State, command: &str) -> i64 {
         "happened" => return state.faults_happened().into(),
         "memory" => state.settings.memory = number(1),
         "gpus" => state.settings.gpus = number(1) as u32,
+        "parts" => state.settings.parts = number(1) > 0,
         "virtual-memory" => state.settings.virtual_memory = number(1) > 0,
         "host-register" => state.settings.host_register = number(1) > 0,
         "read-only-register" => state.settings.read_only_register = number(1) > 0,

@@ -176,6 +176,8 @@ pub(crate) struct Settings {
     pub host_register: bool,
     pub read_only_register: bool,
     pub gpus: u32,
+    /// They are parts of one GPU.
+    pub parts: bool,
     /// Before each job.
     pub delay: Duration,
     /// Streams do nothing.
@@ -199,6 +201,7 @@ impl Default for Settings {
             host_register: true,
             read_only_register: true,
             gpus: 1,
+            parts: false,
             delay,
             held: false,
             lost: 0,

@@ -161,6 +161,12 @@ fn gpus_are_listed_and_found_by_number_and_uuid() {
         let name = Name { gpu: short.to_owned(), ..named(&fake, Binds::Flat) };
         assert!(matches!(name.open().err(), Some(Error::NoGpu { .. })), "{short}");
     }
+    // Parts of a GPU have its UUID, and one of their own.
+    fake.set("parts", 1);
+    let parts: Vec<String> = gpus(Some(fake.path())).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+    assert!(parts[0].starts_with("MIG-b0b0b0b0-") && parts[1].starts_with("MIG-b1b1b1b1-"), "{parts:?}");
+    let part = Name { gpu: "MIG-b1b1".to_owned(), ..named(&fake, Binds::Flat) };
+    assert_eq!(part.open().unwrap().gpu().number, 1);
     fake.set("gpus", 0);
     let error = gpus(Some(fake.path())).unwrap_err();
     assert!(error_chain(&error).contains("CUDA_ERROR_NO_DEVICE") && error.fix().is_some(), "{error}");

@@ -29,8 +29,9 @@ impl Spec for CudaSpec {
 
     fn parse(what: &str) -> Result<Self, Box<dyn Error + Send + Sync>> {
         let digits = |text: &str| text.len() >= 4 && text.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
-        if what.parse::<u32>().is_err() && !what.strip_prefix("GPU-").is_some_and(digits) {
-            return Err(format!("{what:?} is neither the number of a GPU nor its UUID (GPU-...)").into());
+        let uuid = what.strip_prefix("GPU-").or_else(|| what.strip_prefix("MIG-"));
+        if what.parse::<u32>().is_err() && !uuid.is_some_and(digits) {
+            return Err(format!("{what:?} is neither the number of a GPU nor its UUID (GPU-..., MIG-...)").into());
         }
         Ok(Self { gpu: what.to_owned(), library: None, binds: Binds::Flat })
     }
