@@ -352,6 +352,19 @@ fn a_model_is_kept_in_memory_of_a_gpu_of_vulkan() {
     other.unload(loaded).unwrap();
 }
 
+/// The unit that packages install, beside a real manager, whose store holds the model.
+#[test]
+fn a_model_outlives_the_keeper_in_the_store_of_systemd() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/try_keep_service");
+    let programs = Path::new(env!("CARGO_BIN_EXE_dmalaned")).parent().unwrap();
+    let tried = Command::new(script).arg(programs).output().unwrap();
+    let said = String::from_utf8_lossy(&tried.stdout);
+    match tried.status.code() {
+        Some(77) => println!("SKIPPED: {said}"),
+        code => assert!(code == Some(0), "{said}{}", String::from_utf8_lossy(&tried.stderr)),
+    }
+}
+
 #[test]
 fn each_gpu_has_a_copy_of_its_own() {
     let (fake, keeping) = (Fake::turn(), Keeping::new(&["--memory", "8MiB"]));
