@@ -27,13 +27,13 @@ impl Lending for Lender {
         self.lendable.store(lendable, Ordering::Relaxed);
     }
 
-    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<OwnedFd>, Box<dyn StdError + Send + Sync>> {
-        Ok(vec![self.context.lend(memory.first().bits(), memory.len())?])
+    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<(OwnedFd, u64)>, Box<dyn StdError + Send + Sync>> {
+        Ok(vec![(self.context.lend(memory.first().bits(), memory.len())?, memory.len())])
     }
 
-    fn take(&self, memory: &[BorrowedFd<'_>], len: u64) -> Result<LentMemory, Box<dyn StdError + Send + Sync>> {
-        let [memory] = memory else { return Err("memory of this device is lent in one piece".into()) };
-        let window = Window::of_lent(&self.context, *memory, len)?;
+    fn take(&self, pieces: &[(BorrowedFd<'_>, u64)]) -> Result<LentMemory, Box<dyn StdError + Send + Sync>> {
+        let [(memory, len)] = pieces else { return Err("memory of this device is lent in one piece".into()) };
+        let window = Window::of_lent(&self.context, *memory, *len)?;
         let at = Span::new(CardAddr::new(window.at()), window.len()).ok_or(Error::NoMemory)?;
         Ok(LentMemory::new(at, window))
     }

@@ -15,18 +15,19 @@ pub trait Lending: Send {
     /// Says whether memory that is allocated from now on can be lent; at first it cannot.
     fn allow(&self, lendable: bool);
 
-    /// Descriptors of memory that was allocated as one range, while that was allowed: one, or where the driver has
-    /// limits one of each piece. The memory lives as long as any copy of them, and whoever has one can write to it.
+    /// Descriptors of memory that was allocated as one range, while that was allowed, with their bytes: one, or where
+    /// the driver has limits one of each piece. The memory lives as long as any copy of them, and whoever has one can
+    /// write to it.
     ///
     /// # Errors
     /// It is no such memory, or the driver has no descriptor for it.
-    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<OwnedFd>, Box<dyn Error + Send + Sync>>;
+    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<(OwnedFd, u64)>, Box<dyn Error + Send + Sync>>;
 
-    /// Lets the device's queues read memory that was lent, all `len` bytes of it, and programs on the device, too.
+    /// Lets the device's queues read memory that was lent, in these pieces, and programs on the device, too.
     ///
     /// # Errors
-    /// It is memory of another device or shorter, or no memory at all.
-    fn take(&self, memory: &[BorrowedFd<'_>], len: u64) -> Result<LentMemory, Box<dyn Error + Send + Sync>>;
+    /// It is no memory of a [device](Self::device) of this name, as far as the driver knows, or shorter.
+    fn take(&self, pieces: &[(BorrowedFd<'_>, u64)]) -> Result<LentMemory, Box<dyn Error + Send + Sync>>;
 }
 
 /// Memory that another process has lent, until this is dropped by the process that took it.

@@ -335,7 +335,7 @@ impl Keeper {
                 let has = sent.sum::<usize>() + self.shelf.descriptors(user);
                 if many || has > self.shelf.config.user_descriptors {
                     let most = self.shelf.config.user_descriptors;
-                    let text = format!("a model has at most {} files, and a user's models {most}", MAX_MODEL_FDS - 2);
+                    let text = format!("a model has at most {MAX_MODEL_FDS} descriptors, and a user's models {most}");
                     // With the descriptors, which the connection has.
                     Err((KeepRefusal::Bad, text))
                 } else if more {

@@ -569,7 +569,7 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
         bytes: 1 << 30,
         listed: None,
         from: Stamp::default(),
-        placed: Some(KeptPlaces { bytes: 1 << 30, pieces: 1, offsets: vec![0; 1000] }),
+        placed: Some(KeptPlaces { bytes: 1 << 30, pieces: Vec::new(), offsets: vec![0; 1000] }),
     };
     let device = Some("GPU-a0".to_owned());
     let model = |shared, device: &Option<String>| KeptModel {
@@ -588,10 +588,19 @@ fn of_memory_of_a_device_only_the_texts_are_looked_at() {
         served.client().keep(&fds).map_err(|e| error_chain(&e))
     };
     let memory = [OwnedFd::from(memory)];
+    let pieces = |lens: &[u64]| {
+        let mut model = model(false, &device);
+        model.files[0].placed.as_mut().unwrap().pieces = lens.to_vec();
+        model
+    };
+    assert_eq!(pieces(&[1 << 29, 1 << 29]).descriptors(), 4);
     for (wrong, memory, says) in [
         (model(true, &device), &memory[..], "no other user may"),
         (model(false, &None), &memory, "the same kind of memory"),
         (model(false, &device), &[], "2 descriptors for 1 files"),
+        (pieces(&[1 << 29, 1 << 29]), &memory, "3 descriptors for 1 files"),
+        (pieces(&[1 << 29]), &memory, "the pieces of its memory"),
+        (pieces(&[u64::MAX, (1 << 30) + 1]), &memory, "the pieces of its memory"),
     ] {
         let refused = keep(&wrong, memory).unwrap_err();
         assert!(refused.contains(says), "{refused}");

@@ -225,7 +225,9 @@ impl Device for VulkanDevice {
 
     fn lending(&self) -> Result<Box<dyn Lending>, Box<dyn StdError + Send + Sync>> {
         let why = match () {
-            () if !self.gpu().lends => "its driver does not share memory as dma-bufs",
+            () if !self.gpu().lends => {
+                "its driver does not share memory (VK_EXT_external_memory_dma_buf, VK_EXT_queue_family_foreign)"
+            }
             () if self.parts.sparse.is_some() => "it binds sparse buffers; open it as vulkan:NAME,flat",
             () => {
                 return Ok(Box::new(Lender(self.parts.memory.clone(), format!("vulkan:{}", self.gpu().uuid()))));

@@ -90,14 +90,9 @@ pub enum Error {
     /// The range of card addresses was allocated before, or is none.
     #[error("the range {0} of device memory cannot be allocated")]
     Range(dmalane_addr::Span<dmalane_addr::CardAddr>),
-    /// Memory that was lent in another number of descriptors than this driver's limits ask for.
-    #[error("{len} bytes of memory of this GPU are not lent in {pieces} pieces")]
-    Pieces {
-        /// Bytes.
-        len: u64,
-        /// Descriptors.
-        pieces: usize,
-    },
+    /// Memory that was lent in other pieces than a GPU lends.
+    #[error("memory of a GPU is lent in pieces of one length, of which the last may be shorter")]
+    Pieces,
     /// Device memory that is not allocated.
     #[error("no device memory is allocated at {0}")]
     NotAllocated(dmalane_addr::CardAddr),

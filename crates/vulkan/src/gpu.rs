@@ -848,7 +848,8 @@ impl Buffer {
     /// Its address for programs on the GPU; `None` where there is none.
     pub fn device_address(&self) -> Option<u64> {
         let info = vk::BufferDeviceAddressInfo::default().buffer(self.buffer);
-        // SAFETY: the buffer exists, and was made for this where the GPU has addresses; imported ones were not.
+        // SAFETY: the buffer exists, and was made for this where the GPU has addresses; of imported ones, those of host
+        // memory were not.
         let address = || unsafe { self.gpu.device.get_buffer_device_address(&info) };
         let imported = self.memory.as_ref().is_some_and(|m| m.host.is_some());
         (self.gpu.info.device_address && !imported).then(address)

@@ -180,7 +180,8 @@ impl Library {
             api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
             dma_buf_import: imports.contains(External::IMPORTABLE),
             dma_buf_export: exports.contains(External::EXPORTABLE),
-            lends: exports.contains(External::EXPORTABLE | External::IMPORTABLE),
+            lends: exports.contains(External::EXPORTABLE | External::IMPORTABLE)
+                && has(ext::queue_family_foreign::NAME),
             dedicated_export: exports.contains(External::DEDICATED_ONLY),
             foreign_queues: dma_bufs && has(ext::queue_family_foreign::NAME),
             sparse_export: sparse && shares_with_sparse(exports, shares(of_device, SPARSE)),
@@ -358,7 +359,7 @@ pub struct GpuInfo {
     pub(crate) device_type: vk::PhysicalDeviceType,
     /// Dma-bufs are acquired from other devices and released to them (`VK_EXT_queue_family_foreign`).
     pub(crate) foreign_queues: bool,
-    /// Its memory crosses processes as dma-bufs.
+    /// Its memory crosses processes as dma-bufs, and so does its ownership.
     pub(crate) lends: bool,
     pub(crate) timeline: bool,
     pub(crate) memory_budget: bool,

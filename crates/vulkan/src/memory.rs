@@ -170,24 +170,26 @@ impl GpuMemory {
         Ok(())
     }
 
-    /// A dma-buf of each chunk of memory that was allocated at once, to be lent.
-    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<OwnedFd>, Error> {
+    /// A dma-buf of each chunk of memory that was allocated at once, to be lent, with its bytes.
+    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<(OwnedFd, u64)>, Error> {
         let area = self.areas().0.get(&memory.first().bits()).filter(|area| area.len == memory.len()).cloned();
         let area = area.filter(|area| !area.is_lent).ok_or(Error::NotAllocated(memory.first()))?;
-        area.chunks.iter().map(|chunk| self.gpu.export_dma_buf(chunk)).collect()
+        area.chunks.iter().map(|chunk| Ok((self.gpu.export_dma_buf(chunk)?, chunk.len()))).collect()
     }
 
-    /// Gives memory that was lent, `len` bytes, card addresses.
-    fn take(self: &Arc<Self>, pieces: &[BorrowedFd<'_>], len: u64) -> Result<LentMemory, Error> {
-        if len == 0 || pieces.len() as u64 != len.div_ceil(self.chunk) {
-            return Err(Error::Pieces { len, pieces: pieces.len() });
+    /// Gives memory that was lent card addresses.
+    fn take(self: &Arc<Self>, pieces: &[(BorrowedFd<'_>, u64)]) -> Result<LentMemory, Error> {
+        let (Some((_, chunk)), Some((_, last))) = (pieces.first(), pieces.last()) else { return Err(Error::Pieces) };
+        let whole = chunk.checked_mul(pieces.len() as u64 - 1);
+        let len = whole.and_then(|whole| whole.checked_add(*last)).filter(|len| *len < 1 << 48).ok_or(Error::Pieces)?;
+        let are_chunks = pieces.split_last().is_some_and(|(_, whole)| whole.iter().all(|(_, len)| len == chunk));
+        if *last == 0 || last > chunk || !are_chunks {
+            return Err(Error::Pieces);
         }
-        let (mut chunks, mut left) = (Vec::new(), len);
-        for piece in pieces {
-            let here = left.min(self.chunk);
+        let mut chunks = Vec::new();
+        for (piece, len) in pieces {
             let fd = piece.try_clone_to_owned().map_err(Error::Descriptor)?;
-            chunks.push(self.gpu.import_dma_buf(None, here, fd)?);
-            left -= here;
+            chunks.push(self.gpu.import_dma_buf(None, *len, fd)?);
         }
         let room = APART.round_up(len).and_then(|room| room.checked_add(APART.bytes()));
         let room = room.and_then(|room| lock(&self.lent).allocate(room, APART).ok());
@@ -195,7 +197,7 @@ impl GpuMemory {
             room.ok_or_else(|| Error::Limit("no card addresses are left for memory that was lent".to_owned()))?;
         let taken = Taken { memory: self.clone(), room };
         let first = room.first().bits();
-        self.areas().0.insert(first, Arc::new(Area { first, len, chunk: self.chunk, chunks, is_lent: true }));
+        self.areas().0.insert(first, Arc::new(Area { first, len, chunk: *chunk, chunks, is_lent: true }));
         let at = Span::new(room.first(), len).ok_or(Error::Range(room))?;
         Ok(LentMemory::new(at, taken))
     }
@@ -235,12 +237,12 @@ impl Lending for Lender {
         self.0.lendable.store(lendable, Ordering::Relaxed);
     }
 
-    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<OwnedFd>, Box<dyn StdError + Send + Sync>> {
+    fn lend(&self, memory: Span<CardAddr>) -> Result<Vec<(OwnedFd, u64)>, Box<dyn StdError + Send + Sync>> {
         Ok(self.0.lend(memory)?)
     }
 
-    fn take(&self, memory: &[BorrowedFd<'_>], len: u64) -> Result<LentMemory, Box<dyn StdError + Send + Sync>> {
-        Ok(self.0.take(memory, len)?)
+    fn take(&self, pieces: &[(BorrowedFd<'_>, u64)]) -> Result<LentMemory, Box<dyn StdError + Send + Sync>> {
+        Ok(self.0.take(pieces)?)
     }
 }
 
@@ -260,7 +262,8 @@ impl MemoryDriver for Allocator {
     }
 
     fn free_bytes(&self) -> Option<u64> {
-        let heaps = self.0.regions.iter().map(|(_, heap)| self.0.gpu.free_memory(*heap));
-        heaps.sum()
+        // Where memory is taken by default; the others are windows into it.
+        let (_, heap) = self.0.regions.first()?;
+        self.0.gpu.free_memory(*heap)
     }
 }

@@ -11,16 +11,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane::addr::CardAddr;
+use dmalane::devices::vulkan::VulkanSpec;
 use dmalane::dma::VolatileSlice;
 use dmalane::load::fill::FillError;
 use dmalane::load::kept::{self, Attached, KeepOptions, KeeperClient};
-use dmalane::load::{Error, LoadedFile};
-use dmalane::{HostModel, ModelOptions, OpenDevice, OpenFile, error_chain};
+use dmalane::load::{Error, Loaded, LoadedFile};
+use dmalane::vulkan::VulkanOptions;
+use dmalane::{DeviceSpec, HostModel, ModelOptions, OpenDevice, OpenFile, OpenOptions, error_chain};
 use dmalane_fake_cuda::Fake;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{kills, sample};
+use crate::{kills, sample, shard};
 
 /// Time after which something that is waited for does not come.
 const LONG: Duration = Duration::from_secs(60);
@@ -324,8 +326,12 @@ fn a_model_is_kept_in_memory_of_a_gpu_of_vulkan() {
         assert!(std::env::var_os("DMALANE_NEED_DMA_BUF").is_none(), "DMALANE_NEED_DMA_BUF is set: {why}");
         println!("SKIPPED: {why}");
     };
-    let open = || dmalane::open("vulkan:0,flat");
-    let mut device = match open() {
+    // The keeper's client takes memory in pieces, of which the other one knows nothing.
+    let open = |largest| {
+        let options = VulkanOptions { sparse: false, largest, ..VulkanOptions::default() };
+        OpenOptions::default().open(&DeviceSpec::new("vulkan:0", VulkanSpec { gpu: "0".to_owned(), options }))
+    };
+    let mut device = match open(Some(1 << 20)) {
         Ok(device) => device,
         Err(e) => return skipped(&error_chain(&e)),
     };
@@ -333,22 +339,29 @@ fn a_model_is_kept_in_memory_of_a_gpu_of_vulkan() {
         return skipped(&why.to_string());
     }
     let keeping = Keeping::new(&["--memory", "1MiB"]);
-    sample(keeping.at("m.safetensors"), 3 << 20, 1);
-    let (path, watch) = ([keeping.at("m.safetensors")], |_| ControlFlow::Continue(()));
-    let options = KeepOptions { socket: Some(keeping.socket()), ..KeepOptions::default() };
+    let path = ["a", "b"].map(|name| keeping.at(name));
+    shard(&path[0], 3 << 20, 'a');
+    shard(&path[1], 5 << 19, 'b');
+    let watch = |_| ControlFlow::Continue(());
+    let options = KeepOptions { name: Some("m".to_owned()), socket: Some(keeping.socket()), ..KeepOptions::default() };
     let (kept, _) = kept::keep(Some(&mut device), &path, &options, watch).unwrap();
     assert!(kept.device.as_ref().is_some_and(|name| name.starts_with("vulkan:")), "{:?}", kept.device);
+    let pieces: Vec<usize> = kept.files.iter().map(|file| file.placed.as_ref().unwrap().pieces.len()).collect();
+    assert!(pieces.iter().all(|n| *n > 1) && kept.descriptors() == 2 + pieces.iter().sum::<usize>(), "{pieces:?}");
+    let bytes_of = |device: &mut OpenDevice, loaded: &Loaded| {
+        loaded.files.iter().map(|file| read_back(device, file, 0)).collect::<Vec<_>>()
+    };
     let loaded = kept::attach_or_keep_on(&mut device, &path, &options, false, watch).unwrap().expect("it is kept");
-    let bytes = read_back(&mut device, &loaded.files[0], 0);
+    let bytes = bytes_of(&mut device, &loaded);
     device.unload(loaded).unwrap();
     drop(device);
-    let (mut other, keeper) = (open().unwrap(), KeeperClient::connect(&keeping.socket()).unwrap());
+    let (mut other, keeper) = (open(None).unwrap(), KeeperClient::connect(&keeping.socket()).unwrap());
     let loaded = keeper.attach_onto("m", &mut other, true).unwrap();
     keeper.drop_model("m").unwrap();
-    let at = loaded.files[0].tensor(0).va.unwrap().first();
+    let at = loaded.files[1].tensor(0).va.unwrap().first();
     let at = other.address_space().at(at);
     assert!(other.write(at, &[1; 8]).is_err(), "for reading");
-    assert!(read_back(&mut other, &loaded.files[0], 0) == bytes && !bytes.is_empty());
+    assert!(bytes_of(&mut other, &loaded) == bytes && bytes[0] != bytes[1]);
     other.unload(loaded).unwrap();
 }
 

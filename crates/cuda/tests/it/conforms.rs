@@ -274,7 +274,7 @@ fn lent_memory(fake: &Fake, bytes: &[u8]) -> OwnedFd {
     lending.allow(true);
     let (_, span) = gpu.allocate(4 << 20).unwrap();
     gpu.write(0, DeviceAddr::Card(span.first()), bytes).unwrap();
-    lending.lend(span).unwrap().pop().unwrap()
+    lending.lend(span).unwrap().pop().unwrap().0
 }
 
 /// Set for the process that [`another_process_reads_what_was_lent`] starts.
@@ -285,7 +285,7 @@ fn another_process_reads_what_was_lent() {
     let fake = Fake::turn();
     if std::env::var_os(CHILD).is_some() {
         let mut gpu = Gpu::open(&named(&fake, Binds::Flat)).unwrap();
-        let take = |len| gpu.device.lending().unwrap().take(&[std::io::stdin().as_fd()], len);
+        let take = |len| gpu.device.lending().unwrap().take(&[(std::io::stdin().as_fd(), len)]);
         assert!(take(2 << 20).is_err(), "half of it");
         let lent = take(4 << 20).unwrap();
         let at = DeviceAddr::Card(lent.at.first());
@@ -311,7 +311,7 @@ fn memory_of_another_gpu_is_not_taken() {
     fake.set("gpus", 2);
     let fd = lent_memory(&fake, b"of GPU 0");
     let other = Name { gpu: "1".to_owned(), ..named(&fake, Binds::Flat) }.open().unwrap();
-    let refused = other.lending().unwrap().take(&[fd.as_fd()], 4 << 20).unwrap_err();
+    let refused = other.lending().unwrap().take(&[(fd.as_fd(), 4 << 20)]).unwrap_err();
     assert_eq!(refused.to_string(), "the memory is that of GPU 0");
     drop(other);
     fake.assert_clean("another GPU");

@@ -120,8 +120,8 @@ fn everything(name: &Name) -> Result<(), String> {
         let (table, span) = gpu.allocate(2 << 20)?;
         gpu.write(0, DeviceAddr::Card(span.first()), &bytes[..5000])?;
         let fds = lending.lend(span).map_err(|e| text(&*e))?;
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let lent = lending.take(&fds, span.len()).map_err(|e| text(&*e))?;
+        let fds: Vec<_> = fds.iter().map(|(fd, len)| (fd.as_fd(), *len)).collect();
+        let lent = lending.take(&fds).map_err(|e| text(&*e))?;
         gpu.memory.free(table.segments()).map_err(|e| text(&e))?;
         if gpu.read(0, DeviceAddr::Card(lent.at.first()), 5000)? != bytes[..5000] {
             return Err("other bytes were lent".to_owned());

@@ -70,19 +70,11 @@ pub struct KeptEntry {
 pub struct KeptPlaces {
     /// Bytes of the memory; 0 where there is none, because no tensor has any bytes.
     pub bytes: u64,
-    /// Descriptors of it, where there is any: more than one where the driver has limits.
-    #[serde(default = "one", skip_serializing_if = "is_one")]
-    pub pieces: usize,
+    /// The bytes of each of its descriptors, where there is more than one, because the driver has limits.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pieces: Vec<u64>,
     /// Where each tensor begins in it, in the order of the manifest.
     pub offsets: Vec<u64>,
-}
-
-fn one() -> usize {
-    1
-}
-
-fn is_one(pieces: &usize) -> bool {
-    *pieces == 1
 }
 
 /// A file as the kernel told it apart from all others, and from what it was before.
@@ -101,9 +93,13 @@ pub struct Stamp {
 }
 
 impl KeptPlaces {
-    /// Descriptors of the memory.
-    pub(super) fn fds(&self) -> usize {
-        if self.bytes > 0 { self.pieces } else { 0 }
+    /// The bytes of each of its descriptors.
+    pub(super) fn lens(&self) -> &[u64] {
+        match (&self.pieces[..], self.bytes) {
+            ([], 0) => &[],
+            ([], _) => std::slice::from_ref(&self.bytes),
+            (pieces, _) => pieces,
+        }
     }
 }
 
@@ -144,7 +140,7 @@ impl KeptModel {
 
     /// Its descriptors: this description, its manifest, and those of the memory of each file.
     pub fn descriptors(&self) -> usize {
-        self.files.iter().fold(2, |sum, file| sum.saturating_add(file.placed.as_ref().map_or(1, KeptPlaces::fds)))
+        2 + self.files.iter().map(|file| file.placed.as_ref().map_or(1, |places| places.lens().len())).sum::<usize>()
     }
 
     /// A file of it as a path.
@@ -174,6 +170,11 @@ impl KeptModel {
         }
         if model.files.is_empty() {
             return Err(bad("it has no files".to_owned()));
+        }
+        let wrong =
+            |of: &KeptPlaces| of.lens().iter().try_fold(0_u64, |sum, len| sum.checked_add(*len)) != Some(of.bytes);
+        if model.files.iter().filter_map(|file| file.placed.as_ref()).any(wrong) {
+            return Err(bad("the pieces of its memory are not as long as that".to_owned()));
         }
         if model.files.iter().any(|file| file.placed.is_some() != model.device.is_some()) {
             return Err(bad("its files are not all in the same kind of memory".to_owned()));

@@ -465,11 +465,15 @@ fn lend(device: &mut OpenDevice, loaded: &Loaded, manifest: &Manifest) -> Result
         if spans.len() > 1 {
             return Err(cannot_lend("a file lies in several pieces of it".into()).into());
         }
-        let before = memory.fds.len();
+        let mut pieces = Vec::new();
         for span in &spans {
-            memory.fds.extend(lending.lend(*span).map_err(cannot_lend)?);
+            for (fd, len) in lending.lend(*span).map_err(cannot_lend)? {
+                memory.fds.push(fd);
+                pieces.push(len);
+            }
         }
-        let (bytes, pieces) = (spans.iter().map(Span::len).sum(), memory.fds.len() - before);
+        let bytes = spans.iter().map(Span::len).sum();
+        let pieces = if pieces.len() > 1 { pieces } else { Vec::new() };
         let offsets = file.layout.places.iter().map(|place| place.bo_offset).collect();
         memory.places.push(Some(KeptPlaces { bytes, pieces, offsets }));
     }

@@ -320,12 +320,20 @@ fn another_device_reads_what_was_lent() {
 
         let mut other = Opened::limited(&options, live()).unwrap();
         let borrower = other.device.lending().unwrap();
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let (none, few, longer) = (&[][..], &fds[1..], 2 * SIZE as u64);
-        for (pieces, len) in [(none, SIZE as u64), (few, SIZE as u64), (&fds[..], longer), (&fds[..], 0)] {
-            assert!(borrower.take(pieces, len).is_err(), "{len} bytes in {} pieces", pieces.len());
+        let pieces: Vec<_> = fds.iter().map(|(fd, len)| (fd.as_fd(), *len)).collect();
+        let mut wrong = vec![Vec::new(), vec![(pieces[0].0, 64 << 20)], vec![(pieces[0].0, 0)]];
+        if pieces.len() > 1 {
+            let short = [&[(pieces[0].0, pieces[0].1 / 2)], &pieces[1..]].concat();
+            let empty = [&pieces[..], &[(pieces[0].0, 0)]].concat();
+            let huge = pieces.iter().map(|(fd, _)| (*fd, u64::MAX / 2)).collect();
+            wrong.extend([short, empty, huge]);
         }
-        let (lent, twice) = (borrower.take(&fds, SIZE as u64).unwrap(), borrower.take(&fds, SIZE as u64).unwrap());
+        for wrong in wrong {
+            let lens: Vec<u64> = wrong.iter().map(|(_, len)| *len).collect();
+            assert!(borrower.take(&wrong).is_err(), "{lens:?}");
+        }
+        let (lent, twice) = (borrower.take(&pieces).unwrap(), borrower.take(&pieces).unwrap());
+        assert_eq!(lent.at.len(), SIZE as u64);
         assert!(lent.at.intersect(&twice.at).is_none());
         drop(twice);
         let at = DeviceAddr::Card(lent.at.first());
