@@ -1,7 +1,8 @@
 """Tensors of PyTorch whose bytes are read when something needs them: of one that is narrowed first, only that part.
 
-Loaders of models that are split over ranks take their part of a tensor by `narrow`, `chunk` and indices. Layers are
-alike, so what was taken of a tensor is read ahead of the next one that is called so but for its numbers.
+Loaders of models that are split over ranks take their part of a tensor by `narrow`, `chunk` and indices, those of
+experts also by `unsqueeze`, `unbind` and `transpose`. Layers are alike, so what was taken of a tensor is read ahead of
+the next one that is called so but for its numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _SMALL = 256 << 10
 _AHEAD = 256 << 20
 
 Ranges = tuple[tuple[int, int], ...]
+# Dimensions of the file's tensor that a view has, in its order; None for one of a single element that was added.
+Order = tuple[int | None, ...]
 _aten = torch.ops.aten
 
 
@@ -61,18 +64,18 @@ class _Source:
 
 
 class Later(torch.Tensor):
-    """A range of each dimension of a tensor of a file. Its type and shape are known; whatever else is done with it
-    reads its bytes first."""
+    """A range of each dimension of a tensor of a file, maybe in another order. Its type and shape are known; whatever
+    else is done with it reads its bytes first."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, source: _Source, part: Ranges, at: tuple[int, ...], dtype: Any, device: Any) -> Later:
-        shape = [part[dim][1] - part[dim][0] for dim in at]
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    def __new__(cls, source: _Source, part: Ranges, at: Order, dtype: Any, device: Any) -> Later:
+        like = _view(torch.empty([stop - start for start, stop in part], dtype=dtype, device="meta"), at)
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), dtype=dtype, device=device)
 
-    def __init__(self, source: _Source, part: Ranges, at: tuple[int, ...], dtype: Any, device: Any) -> None:
-        # `at` has the dimensions of the file's tensor that this one has, in order: not those with an index.
+    def __init__(self, source: _Source, part: Ranges, at: Order, dtype: Any, device: Any) -> None:
+        # Dimensions with an index are not in `at`.
         self._source, self._part, self._at = source, part, at
         self._read: Any = None
 
@@ -82,20 +85,25 @@ class Later(torch.Tensor):
     def now(self) -> Any:
         """The tensor with its bytes."""
         if self._read is None:
-            self._read = self._source.read(self._part).view(self.shape)
+            self._read = _view(self._source.read(self._part), self._at)
         return self._read
+
+    def ordered(self, at: Iterable[int | None]) -> Later:
+        """The same elements with dimensions in another order."""
+        return Later(self._source, self._part, tuple(at), self.dtype, self.device)
 
     def within(self, dim: int, start: int, stop: int, index: bool = False) -> Later:
         """A range of a dimension; with `index`, of one element and without that dimension."""
-        of = self._at[dim]
-        first = self._part[of][0]
-        part = (*self._part[:of], (first + start, first + stop), *self._part[of + 1 :])
-        at = tuple(one for one in self._at if not index or one != of)
+        of, part = self._at[dim], self._part
+        if of is not None:
+            first = part[of][0]
+            part = (*part[:of], (first + start, first + stop), *part[of + 1 :])
+        at = tuple(one for n, one in enumerate(self._at) if not index or n != dim % len(self._at))
         return Later(self._source, part, at, self.dtype, self.device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        known = _NARROWS.get(func)
+        known = _VIEWS.get(func)
         if known is not None and isinstance(args[0], Later) and args[0]._read is None:
             result = known(*args, **(kwargs or {}))
             if result is not None:
@@ -104,9 +112,21 @@ class Later(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def _view(part: Any, at: Order) -> Any:
+    """A part of a tensor, which has all its dimensions, with these."""
+    kept = [dim for dim in at if dim is not None]
+    part = part.permute(*kept, *(dim for dim in range(part.dim()) if dim not in kept))
+    part = part[(..., *[0] * (part.dim() - len(kept)))]
+    for n, dim in enumerate(at):
+        part = part.unsqueeze(n) if dim is None else part
+    return part
+
+
 def _slice(of: Later, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Later | None:
     start, stop, step = slice(start, end, step).indices(of.shape[dim])
-    return of.within(dim, start, max(start, stop)) if step == 1 else None
+    if step != 1 or (of._at[dim] is None and (start, stop) != (0, 1)):
+        return None
+    return of.within(dim, start, max(start, stop))
 
 
 def _select(of: Later, dim: int, index: int) -> Later | None:
@@ -119,28 +139,60 @@ def _select(of: Later, dim: int, index: int) -> Later | None:
 
 def _split(of: Later, size: int, dim: int = 0) -> list[Later] | None:
     count = of.shape[dim]
-    if size < 1 or not count:
+    if size < 1 or not count or of._at[dim] is None:
         return None
     return [of.within(dim, at, min(at + size, count)) for at in range(0, count, size)]
 
 
 def _split_with_sizes(of: Later, sizes: Sequence[int], dim: int = 0) -> list[Later] | None:
-    if min(sizes, default=-1) < 0 or sum(sizes) != of.shape[dim]:
+    if min(sizes, default=-1) < 0 or sum(sizes) != of.shape[dim] or of._at[dim] is None:
         return None
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [of.within(dim, end - size, end) for size, end in zip(sizes, ends)]
 
 
+def _unbind(of: Later, dim: int = 0) -> list[Later]:
+    return [of.within(dim, n, n + 1, index=True) for n in range(of.shape[dim])]
+
+
+def _unsqueeze(of: Later, dim: int) -> Later | None:
+    if not -of.dim() - 1 <= dim <= of.dim():
+        return None
+    dim %= of.dim() + 1
+    return of.ordered((*of._at[:dim], None, *of._at[dim:]))
+
+
+def _transpose(of: Later, one: int, other: int) -> Later:
+    at = list(of._at)
+    at[one], at[other] = at[other], at[one]
+    return of.ordered(at)
+
+
+def _t(of: Later) -> Later | None:
+    return of.ordered(reversed(of._at)) if of.dim() <= 2 else None
+
+
+def _permute(of: Later, dims: Sequence[int]) -> Later | None:
+    if sorted(dim % of.dim() for dim in dims) != list(range(of.dim())):
+        return None
+    return of.ordered(of._at[dim] for dim in dims)
+
+
 def _same(of: Later) -> Later:
-    return Later(of._source, of._part, of._at, of.dtype, of.device)
+    return of.ordered(of._at)
 
 
 # None where PyTorch is to say, with the bytes, what is wrong.
-_NARROWS = {
+_VIEWS = {
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split_with_sizes,
+    _aten.unbind.int: _unbind,
+    _aten.unsqueeze.default: _unsqueeze,
+    _aten.transpose.int: _transpose,
+    _aten.t.default: _t,
+    _aten.permute.default: _permute,
     _aten.detach.default: _same,
     _aten.alias.default: _same,
 }

@@ -126,7 +126,7 @@ def _kept(
         warnings.warn(f"{device}: the model is kept in host memory: {error}", RuntimeWarning, stacklevel=3)
         return None
     nbytes = sum(tensor.nbytes for tensor in lent)
-    remember({"bytes": nbytes})
+    remember({"bytes": nbytes}.copy)
     if watch:
         watch(nbytes, nbytes)
     return _lent(lent, framework, device)

@@ -545,6 +545,7 @@ def test_what_is_kept_on_a_gpu_is_attached_to_as_it_lies(gpu, model, keeper):
     copied = gpu.copied()
     progress = []
     again = dmalane.load_file(path, "pt", 0, keep=True, progress=lambda done, total: progress.append((done, total)))
+    assert dmalane.last_report()["bytes"] == sum(tensor.nbytes for tensor in again.values())
     assert progress == [(sum(len(data) for _, _, data in tensors.values()),) * 2]
     on_device = dmalane.load_file(path, device=f"cuda:0,lib={gpu.driver.path}", keep=True)
     named = dmalane.attach("every", "pt", gpu.torch.device("cuda"), verify=True)

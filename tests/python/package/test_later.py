@@ -63,6 +63,29 @@ def test_parts_are_read_and_no_more(layers):
     assert wanted <= f.report()["bytes"] <= wanted + (9 << 20) < sum(array.nbytes for array in arrays.values()) / 2
 
 
+def test_of_experts_that_are_unbound_parts_are_read(layers):
+    """As vLLM takes them: one by one with a dimension that was added, or all in one tensor, which may be transposed."""
+    paths, arrays = layers
+    f, stream = opened(paths)
+    wanted = 0
+    for name, tensor in stream:
+        whole = arrays[name]
+        if name.endswith("q"):
+            taken, expected = [tensor.unsqueeze(0).unbind()[0].narrow(0, 64, 64)], [whole[64:128]]
+        elif name.endswith("o"):
+            taken, expected = [tensor.t().narrow(1, 0, 32)], [whole.T[:, :32]]
+        elif name.endswith("experts"):
+            taken = [one.narrow(1, 32, 32) for one in tensor.transpose(-1, -2).unbind()]
+            expected = [one.T[:, 32:64] for one in whole]
+        else:
+            continue
+        for one, of in zip(taken, expected, strict=True):
+            assert isinstance(one, Later) and one.stride() == one.now().stride()
+            assert torch.equal(one, torch.from_numpy(of.copy())), name
+            wanted += of.nbytes
+    assert wanted <= f.report()["bytes"] <= wanted + (1 << 20)
+
+
 def test_layers_that_are_alike_are_read_ahead(layers, monkeypatch):
     paths, arrays = layers
     f, stream = opened(paths)
@@ -91,6 +114,12 @@ def test_any_use_is_that_of_the_whole(layers):
         lambda t: t,
         lambda t: t.clone(),
         lambda t: t.t() if t.dim() == 2 else t.transpose(0, 2),
+        lambda t: t.permute(*reversed(range(t.dim())))[3:5].contiguous(),
+        lambda t: t.unsqueeze(-1)[..., 0].transpose(-1, 0).narrow(-1, 1, 2),
+        lambda t: t.unsqueeze(1).select(1, 0).unbind(-1)[7],
+        lambda t: t.unsqueeze(0)[0:1].squeeze().chunk(2)[1],
+        lambda t: t.unsqueeze(0).split(1)[0].transpose(1, 2).reshape(-1)[:70],
+        lambda t: t.unsqueeze(0)[:, 2:4][0:0],
         lambda t: t.to(torch.float64),
         lambda t: t.reshape(-1)[5:99],
         lambda t: t[1:3],
@@ -127,7 +156,11 @@ def test_wrong_parts_are_refused_as_by_pytorch(layers):
     paths, _ = layers
     _, stream = opened(paths)
     _, tensor = next(stream)
-    for wrong in (lambda: torch.select(tensor, 0, ROWS), lambda: torch.split(tensor, [1, 2]), lambda: tensor[ROWS]):
+    for wrong in (
+        lambda: torch.select(tensor, 0, ROWS), lambda: torch.split(tensor, [1, 2]), lambda: tensor[ROWS],
+        lambda: tensor.unsqueeze(4), lambda: tensor.transpose(0, 2), lambda: tensor.permute(0, 0),
+        lambda: tensor.unsqueeze(0).t(), lambda: tensor.unsqueeze(0)[1], lambda: tensor.unbind(2),
+    ):  # fmt: skip
         with pytest.raises((IndexError, RuntimeError)):
             wrong()
     assert [part.shape[0] for part in tensor[5:5].split(3)] == [0]

@@ -298,7 +298,7 @@ def test_parameters_copy_what_is_kept_on_their_gpu(stub, tmp_path, monkeypatch, 
 
 
 RANK = """
-import os, sys, torch
+import os, pathlib, sys, torch, dmalane
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.config import set_current_vllm_config
@@ -322,17 +322,22 @@ for path in sys.argv[4:]:
     for extra in ({}, {"distributed": True}, {"memory_limit": "64MiB"}):
         ours = load(path, "dmalane", extra)
         assert ours.keys() == theirs.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+        # Of what is split by rows each rank reads its part; parts of columns with what lies between them.
+        size = sum(file.stat().st_size for file in pathlib.Path(path).glob("*.safetensors"))
+        part = dmalane.last_report()["bytes"] / size
+        assert part < 1.1 / world if extra.get("distributed") else world == 1 or part < 0.85, part
         print("EQUAL", len(ours), flush=True)
 """
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_parameters_are_those_of_the_default_loader(llama, tmp_path, world):
+@pytest.mark.parametrize(("model", "world"), [("llama", 1), ("llama", 2), ("mixtral", 2)])
+def test_parameters_are_those_of_the_default_loader(request, tmp_path, model, world):
+    folder = request.getfixturevalue(model)
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
-        "VLLM_DIST_IDENT": f"dmalane-{os.getpid()}-{world}",
+        "VLLM_DIST_IDENT": f"dmalane-{os.getpid()}-{model}-{world}",
     }  # fmt: skip
-    words = [str(world), str(tmp_path / "store"), str(llama / "single"), str(llama / "sharded")]
+    words = [str(world), str(tmp_path / "store"), str(folder / "single"), str(folder / "sharded")]
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), *words], env=environment,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -361,24 +366,32 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    """A tiny Llama of random weights, in one file and in several."""
+def saved(folder, kind, **options):
+    """A tiny model of random weights, in one file and in several."""
     torch = pytest.importorskip("torch", reason="vLLM is not installed")
     transformers = pytest.importorskip("transformers", reason="vLLM is not installed")
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, max_position_embeddings=128,
+        vocab_size=256, max_position_embeddings=128, **options,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    folder = tmp_path_factory.mktemp("llama")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
     model.save_pretrained(folder / "single")
     model.save_pretrained(folder / "sharded", max_shard_size="600KB")
     assert len(list((folder / "sharded").glob("*.safetensors"))) > 2
     return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("llama"), "Llama")
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("mixtral"), "Mixtral", num_local_experts=4)
 
 
 def engine(script, model, load_format, ranks=1, one_process=True, extra=None):
