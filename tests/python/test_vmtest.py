@@ -759,7 +759,7 @@ def test_a_guest_with_mesa_may_skip_no_test_of_dma_bufs():
     every = suites.vulkan_lines("")
     assert [line.split()[:3] for line in every] == [
         ["vulkan", "devices", "../bin/env"], ["read-memfd", "devices", "../bin/env"],
-        ["read-dma-heap", "devices", "../bin/env"],
+        ["read-dma-heap", "devices", "../bin/env"], ["vulkan-kept", "devices", "../bin/env"],
     ]  # fmt: skip
     assert all("DMALANE_NEED_DMA_BUF=1" in line and "/mesa/ld-linux-x86-64.so.2" in line for line in every)
     [only] = suites.vulkan_lines("name")
