@@ -1,8 +1,8 @@
 """Tensors of PyTorch whose bytes are read when something needs them: of one that is narrowed first, only that part.
 
 Loaders of models that are split over ranks take their part of a tensor by `narrow`, `chunk` and indices, those of
-experts also by `unsqueeze`, `unbind` and `transpose`. Layers are alike, so what was taken of a tensor is read ahead of
-the next one that is called so but for its numbers.
+experts also by `unsqueeze` and `unbind`. Layers are alike, so what was taken of a tensor is read ahead of the next one
+that is called so but for its numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SMALL = 256 << 10
 _AHEAD = 256 << 20
 
 Ranges = tuple[tuple[int, int], ...]
-# Dimensions of the file's tensor that a view has, in its order; None for one of a single element that was added.
-Order = tuple[int | None, ...]
+# Dimensions of the file's tensor that a view has, in order; None for one of a single element that was added.
+Dims = tuple[int | None, ...]
 _aten = torch.ops.aten
 
 
@@ -54,6 +54,7 @@ class _Source:
         except MemoryLimitError:
             # Nothing that was guessed has to be there.
             self._ahead.drop()
+            self.begun.clear()
             return self.begin(part).now()
 
     def begin(self, part: Ranges) -> Begun:
@@ -64,17 +65,17 @@ class _Source:
 
 
 class Later(torch.Tensor):
-    """A range of each dimension of a tensor of a file, maybe in another order. Its type and shape are known; whatever
-    else is done with it reads its bytes first."""
+    """A range of each dimension of a tensor of a file. Its type and shape are known; whatever else is done with it
+    reads its bytes first."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, source: _Source, part: Ranges, at: Order, dtype: Any, device: Any) -> Later:
-        like = _view(torch.empty([stop - start for start, stop in part], dtype=dtype, device="meta"), at)
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), dtype=dtype, device=device)
+    def __new__(cls, source: _Source, part: Ranges, at: Dims, dtype: Any, device: Any) -> Later:
+        shape = [1 if dim is None else part[dim][1] - part[dim][0] for dim in at]
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
-    def __init__(self, source: _Source, part: Ranges, at: Order, dtype: Any, device: Any) -> None:
+    def __init__(self, source: _Source, part: Ranges, at: Dims, dtype: Any, device: Any) -> None:
         # Dimensions with an index are not in `at`.
         self._source, self._part, self._at = source, part, at
         self._read: Any = None
@@ -85,12 +86,8 @@ class Later(torch.Tensor):
     def now(self) -> Any:
         """The tensor with its bytes."""
         if self._read is None:
-            self._read = _view(self._source.read(self._part), self._at)
+            self._read = self._source.read(self._part).view(self.shape)
         return self._read
-
-    def ordered(self, at: Iterable[int | None]) -> Later:
-        """The same elements with dimensions in another order."""
-        return Later(self._source, self._part, tuple(at), self.dtype, self.device)
 
     def within(self, dim: int, start: int, stop: int, index: bool = False) -> Later:
         """A range of a dimension; with `index`, of one element and without that dimension."""
@@ -110,16 +107,6 @@ class Later(torch.Tensor):
                 return result
         args, kwargs = tree_map_only(Later, Later.now, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _view(part: Any, at: Order) -> Any:
-    """A part of a tensor, which has all its dimensions, with these."""
-    kept = [dim for dim in at if dim is not None]
-    part = part.permute(*kept, *(dim for dim in range(part.dim()) if dim not in kept))
-    part = part[(..., *[0] * (part.dim() - len(kept)))]
-    for n, dim in enumerate(at):
-        part = part.unsqueeze(n) if dim is None else part
-    return part
 
 
 def _slice(of: Later, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Later | None:
@@ -159,30 +146,15 @@ def _unsqueeze(of: Later, dim: int) -> Later | None:
     if not -of.dim() - 1 <= dim <= of.dim():
         return None
     dim %= of.dim() + 1
-    return of.ordered((*of._at[:dim], None, *of._at[dim:]))
-
-
-def _transpose(of: Later, one: int, other: int) -> Later:
-    at = list(of._at)
-    at[one], at[other] = at[other], at[one]
-    return of.ordered(at)
-
-
-def _t(of: Later) -> Later | None:
-    return of.ordered(reversed(of._at)) if of.dim() <= 2 else None
-
-
-def _permute(of: Later, dims: Sequence[int]) -> Later | None:
-    if sorted(dim % of.dim() for dim in dims) != list(range(of.dim())):
-        return None
-    return of.ordered(of._at[dim] for dim in dims)
+    return Later(of._source, of._part, (*of._at[:dim], None, *of._at[dim:]), of.dtype, of.device)
 
 
 def _same(of: Later) -> Later:
-    return of.ordered(of._at)
+    return Later(of._source, of._part, of._at, of.dtype, of.device)
 
 
-# None where PyTorch is to say, with the bytes, what is wrong.
+# None where PyTorch is to say, with the bytes, what is wrong. What is transposed is read whole: its rows are columns of
+# the file, of which each part would read what lies between.
 _VIEWS = {
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
@@ -190,9 +162,6 @@ _VIEWS = {
     _aten.split_with_sizes.default: _split_with_sizes,
     _aten.unbind.int: _unbind,
     _aten.unsqueeze.default: _unsqueeze,
-    _aten.transpose.int: _transpose,
-    _aten.t.default: _t,
-    _aten.permute.default: _permute,
     _aten.detach.default: _same,
     _aten.alias.default: _same,
 }
@@ -217,7 +186,9 @@ class _Ahead:
         self._bytes -= size
         while self._coming and (habit := self._habits.get(self._coming[0].habit)) is not None:
             parts, each = habit
-            size = sum(math.prod(stop - start for start, stop in part) for part in parts) * each
+            # One of which nothing is asked for, as of another rank's layers, takes its place among those ahead, too.
+            counted = parts or [self._coming[0].whole]
+            size = sum(math.prod(stop - start for start, stop in part) for part in counted) * each
             if self._bytes + size > self._most:
                 break
             following = self._coming.popleft()
@@ -231,7 +202,10 @@ class _Ahead:
 
     def done(self, source: _Source, nbytes: int) -> None:
         """Notes what was asked for of a tensor of this size."""
-        self._habits[source.habit] = source.asked, nbytes // math.prod(stop for _, stop in source.whole)
+        asked = list(dict.fromkeys(source.asked))
+        self._habits[source.habit] = asked, nbytes // math.prod(stop for _, stop in source.whole)
+        for _, one in source.begun.values():
+            one.cancel()
         source.begun.clear()
 
     def drop(self) -> None:
