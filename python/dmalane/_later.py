@@ -153,8 +153,8 @@ def _same(of: Later) -> Later:
     return Later(of._source, of._part, of._at, of.dtype, of.device)
 
 
-# None where PyTorch is to say, with the bytes, what is wrong. What is transposed is read whole: its rows are columns of
-# the file, of which each part would read what lies between.
+# None where PyTorch is to say, with the bytes, what is wrong. A transposed tensor is read whole: its rows are columns
+# of the file, of which each part would read what lies between.
 _VIEWS = {
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,

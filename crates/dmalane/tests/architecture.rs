@@ -375,7 +375,7 @@ fn dependencies_are_allowed() {
     report(&wrong);
 }
 
-/// What cargo says that a crate compiles, itself included, with these edges.
+/// The crates that cargo compiles for a package, itself included, by these kinds of dependencies.
 fn compiled(package: &str, edges: &str) -> String {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["tree", "--locked", "--offline", "--prefix=none", "--format={p}", "-p", package, "--edges", edges]);

@@ -20,7 +20,7 @@ use crate::gpu::{Buffer, Gpu};
 const HEAP: u64 = 1 << 43;
 /// The first address of memory that other processes have lent, behind those of all heaps.
 const LENT: u64 = HEAP * (vk::MAX_MEMORY_HEAPS as u64 + 1);
-/// What is lent begins at multiples of it, and no two pieces touch.
+/// Lent memory begins at multiples of it, and no two ranges of it touch.
 const APART: PageSize = PageSize::SIZE_2M;
 
 /// Allocator of the GPU's memory. Card addresses are this crate's: each heap of the GPU has a range of them.
@@ -30,7 +30,7 @@ pub(crate) struct GpuMemory {
     /// Bytes of a chunk at most, a multiple of the granule.
     chunk: u64,
     areas: Mutex<Areas>,
-    /// What is allocated from now on can be lent.
+    /// Memory that is allocated from now on can be lent.
     lendable: AtomicBool,
     /// Addresses of memory that others have lent.
     lent: Mutex<RangeAllocator<CardAddr>>,

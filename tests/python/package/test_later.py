@@ -39,6 +39,18 @@ def opened(paths, **options):
     return f, tensors(f._files, f._reader, f.keys(), "cpu", limit)
 
 
+def begun_of(f, monkeypatch):
+    """The names of the tensors whose reads are begun from now on."""
+    names, real = [], type(f._reader).begin
+
+    def begin(reader, name, *rest):
+        names.append(name)
+        return real(reader, name, *rest)
+
+    monkeypatch.setattr(type(f._reader), "begin", begin)
+    return names
+
+
 def test_parts_are_read_and_no_more(layers):
     paths, arrays = layers
     f, stream = opened(paths)
@@ -99,14 +111,7 @@ def test_of_what_is_transposed_the_whole_is_read_once(layers):
 def test_layers_of_another_rank_do_not_stop_what_is_read_ahead(layers, monkeypatch):
     paths, arrays = layers
     f, stream = opened(paths, memory_limit="16MiB")
-    begun = []
-    real = type(f._reader).begin
-
-    def begin(reader, name, *rest):
-        begun.append(name)
-        return real(reader, name, *rest)
-
-    monkeypatch.setattr(type(f._reader), "begin", begin)
+    begun = begun_of(f, monkeypatch)
     ahead = 0
     for name, tensor in stream:
         ahead += name in begun
@@ -119,14 +124,7 @@ def test_layers_of_another_rank_do_not_stop_what_is_read_ahead(layers, monkeypat
 def test_layers_that_are_alike_are_read_ahead(layers, monkeypatch):
     paths, arrays = layers
     f, stream = opened(paths)
-    asked = []
-    real = type(f._reader).begin
-
-    def begin(reader, name, *rest):
-        asked.append(name)
-        return real(reader, name, *rest)
-
-    monkeypatch.setattr(type(f._reader), "begin", begin)
+    asked = begun_of(f, monkeypatch)
     before_it_came = 0
     for name, tensor in stream:
         before_it_came += name in asked

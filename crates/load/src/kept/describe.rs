@@ -174,7 +174,7 @@ impl KeptModel {
         let wrong =
             |of: &KeptPlaces| of.lens().iter().try_fold(0_u64, |sum, len| sum.checked_add(*len)) != Some(of.bytes);
         if model.files.iter().filter_map(|file| file.placed.as_ref()).any(wrong) {
-            return Err(bad("the pieces of its memory are not as long as that".to_owned()));
+            return Err(bad("the pieces of its memory do not add up to its bytes".to_owned()));
         }
         if model.files.iter().any(|file| file.placed.is_some() != model.device.is_some()) {
             return Err(bad("its files are not all in the same kind of memory".to_owned()));

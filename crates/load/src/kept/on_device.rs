@@ -41,8 +41,9 @@ pub(super) fn map_onto(device: &mut OpenDevice, lent: Lent, verify: bool) -> Res
     for (entry, of) in model.files.iter().zip(&manifest.files) {
         let places = entry.placed.as_ref().filter(|_| entry.name == of.name);
         let places = places.ok_or_else(|| bad("it has other files than its manifest"))?;
-        let pieces: Vec<(OwnedFd, u64)> = fds.by_ref().zip(places.lens().iter().copied()).collect();
-        let pieces: Vec<_> = pieces.iter().map(|(fd, len)| (fd.as_fd(), *len)).collect();
+        // The lengths first: behind the last one, no descriptor is taken, which is another file's.
+        let pieces: Vec<(&u64, OwnedFd)> = places.lens().iter().zip(fds.by_ref()).collect();
+        let pieces: Vec<_> = pieces.iter().map(|(len, fd)| (fd.as_fd(), **len)).collect();
         let take = || lending.take(&pieces).map_err(cannot_take);
         let memory = (places.bytes > 0).then(take).transpose()?;
         let listed = entry.listed();

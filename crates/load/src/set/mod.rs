@@ -261,7 +261,7 @@ pub(crate) fn check(files: &[(&Path, Option<&BTreeSet<String>>, &Model)]) -> Res
     check_split(files.iter().map(|(path, _, model)| (*path, *model)))
 }
 
-/// Tensors of files that an index lists, which it lists for no file: a sentence for each file that has some.
+/// Tensors that an index does not list, in the files that it lists: a sentence for each file that has some.
 pub(crate) fn unlisted(files: &[(&Path, Option<&BTreeSet<String>>, &Model)]) -> Vec<String> {
     let others = files.iter().filter_map(|(path, listed, model)| {
         let names = model.tensors.iter().map(|tensor| &*tensor.name);
