@@ -11,7 +11,6 @@ use dmalane_sim::{CardMemory, DevicePort, HostConfig, SoftCard, SoftHost, Worker
 use crate::account::{Accounts, Charge};
 use crate::config::ClientLimits;
 use crate::page::Page;
-use crate::socket;
 use crate::wire::{ClientStatus, Code, Denied};
 
 /// The least that a step costs, in bytes: about the time of 32 short copies.
@@ -34,7 +33,7 @@ pub(crate) struct Function {
     /// The client's: written to wake the daemon, and never read, since a read could block.
     pub kick: OwnedFd,
     /// The client's: the daemon's end of the socket pair that wakes the client. It receives nothing.
-    call: OwnedFd,
+    pub call: OwnedFd,
     pub queues: usize,
     pub ddr: u64,
     pub hbm: u64,
@@ -139,16 +138,13 @@ impl Function {
         }
     }
 
-    /// Lets a queue do work that costs about as much as `most`. Returns its cost in bytes, or `None` when there was
-    /// nothing to do.
-    pub(crate) fn step(&self, queue: usize, most: u64) -> Option<u64> {
+    /// Lets a queue do work that costs about as much as `most`. Returns its cost in bytes, and whether the client wants
+    /// a call, or `None` when there was nothing to do.
+    pub(crate) fn step(&self, queue: usize, most: u64) -> Option<(u64, bool)> {
         self.look_at_doorbell(queue);
         let stepped = self.card.step(queue, most)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
-        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
-            // Where thousands of waiters poll the client's end, this takes long: time for which the user pays.
-            socket::call(&self.call);
-        }
-        Some(stepped.cost.max(MIN_COST))
+        let calls = stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1;
+        Some((stepped.cost.max(MIN_COST), calls))
     }
 }

@@ -71,7 +71,8 @@ impl<'s> Serving<'s> {
         let _ = rustix::process::setpriority_process(None, 10);
         let mut why = Ending::ShutDown;
         // Also for who has left: a user does not have processes started faster than it pays for them.
-        if self.state.table.wait_until_paid(self.connection.seat, || self.is_over(false)) {
+        if self.state.table.begin(self.connection.seat, || self.is_over(false)) {
+            self.state.table.settle(self.connection.seat, take_time());
             self.since = Instant::now();
             let mut buffer = [0; MAX_MESSAGE];
             why = loop {
@@ -122,9 +123,17 @@ impl<'s> Serving<'s> {
     /// Why the connection ends.
     fn request(&mut self, buffer: &mut [u8; MAX_MESSAGE]) -> Result<(), Ending> {
         let (state, seat) = (self.state, self.connection.seat);
-        if !state.table.wait_until_paid(seat, || self.is_over(true)) {
+        if !state.table.begin(seat, || self.is_over(true)) {
             return Err(Ending::Disconnected);
         }
+        let handled = self.handle(buffer);
+        state.table.settle(seat, take_time());
+        handled
+    }
+
+    /// The same, once it may.
+    fn handle(&mut self, buffer: &mut [u8; MAX_MESSAGE]) -> Result<(), Ending> {
+        let state = self.state;
         let mut fds = Vec::new();
         let answer = match socket::receive(&self.connection.socket, buffer, &mut fds) {
             Ok(Received::Message(n)) => self.connection.handle(state, &buffer[..n], &mut fds),
@@ -137,11 +146,8 @@ impl<'s> Serving<'s> {
             Ok(Received::End) => return Err(Ending::Disconnected),
             Err(_) => return Err(Ending::Failed),
         };
-        let answered = self.answer(&answer);
-        // This may take any time.
-        drop(fds);
-        state.table.charge(seat, take_time());
-        answered
+        // Closing the descriptors that are left may take any time.
+        self.answer(&answer)
     }
 
     /// Sends the answer to a request.

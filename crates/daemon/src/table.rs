@@ -22,8 +22,9 @@ use crate::wire::ClientStatus;
 
 /// How long a worker that was woken spins for its turn: the last step of another's.
 const SPIN: u64 = 150_000;
-/// How long a process sleeps at most before it looks again whether its user has paid.
-const MAX_PAUSE: Duration = Duration::from_millis(16);
+/// How long a process sleeps at least and at most before it looks again whether its user has paid. Twice as long each
+/// time, since of many that look one may begin.
+const PAUSES: [Duration; 2] = [Duration::from_micros(250), Duration::from_millis(16)];
 
 /// A table in memory that this process shares with those that it forks.
 pub(crate) struct Table(NonNull<Shared>);
@@ -190,6 +191,11 @@ impl Table {
         goes_on
     }
 
+    /// How long a client whose queues are empty may keep its turn, in nanoseconds.
+    pub(crate) fn hold(&self, seat: usize) -> u64 {
+        self.locked(|turns| turns.hold(seat))
+    }
+
     /// Ends the turn of a client that has no more work; `worked` unless nothing was done in it.
     pub(crate) fn end_turn(&self, seat: usize, worked: bool) {
         self.turns(Some(seat), |turns| turns.rest(seat, now(), worked));
@@ -203,20 +209,27 @@ impl Table {
 
     /// True while nothing else should be done for the user of a client: it owes, and there are other users.
     pub(crate) fn owes(&self, seat: usize) -> bool {
-        self.turns(None, |turns| turns.owes(seat, now()))
+        self.turns(None, |turns| turns.owes(seat, now())).is_some()
     }
 
-    /// Waits while the user of a client owes; false when it `is_over` before.
-    pub(crate) fn wait_until_paid(&self, seat: usize, is_over: impl Fn() -> bool) -> bool {
-        let mut pause = Duration::from_millis(1);
-        while self.owes(seat) {
+    /// Waits while the user of a client owes, and begins a request, which [`Self::settle`] ends; false when it `is_over`
+    /// before.
+    pub(crate) fn begin(&self, seat: usize, is_over: impl Fn() -> bool) -> bool {
+        let [mut least, most] = PAUSES;
+        while let Some(owed) = self.turns(None, |turns| turns.begin(seat, now())) {
             if is_over() {
                 return false;
             }
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(MAX_PAUSE);
+            std::thread::sleep(Duration::from_nanos(owed).max(least).min(most));
+            least *= 2;
         }
         true
+    }
+
+    /// Ends a request of a client, which took so long.
+    pub(crate) fn settle(&self, seat: usize, took: Duration) {
+        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.turns(None, |turns| turns.settle(seat, took));
     }
 
     /// Takes a free seat for a client of this user with this row. One process does that.
@@ -359,7 +372,7 @@ mod tests {
         let gives_up = |_| {
             table.take_turn(1);
             table.charge(0, Duration::from_secs(60));
-            !table.wait_until_paid(0, || true)
+            !table.begin(0, || true)
         };
         assert!((0..100).any(gives_up));
     }

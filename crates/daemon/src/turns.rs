@@ -8,7 +8,8 @@
 //!
 //! The queues of a user with few operations in flight are empty until its client has seen that these ended. Rounds take
 //! no time then, and would pay at once whatever the others owe, so that these fill each gap, and the client has to wait
-//! for a processor. So in such a gap debts are paid by the time that passes.
+//! for a processor. So in such a gap debts are paid by the time that passes. And who has worked for a while keeps its
+//! turn for a moment, and pays for that.
 //!
 //! Turns are for fairness, not for exclusion: who has a turn and neither spends nor ends it is passed over, since its
 //! process may have been killed, or wait in the kernel for a file of its client. It pays for that time when it is back.
@@ -32,9 +33,13 @@ const MAX_CREDIT: i64 = 4 * QUANTUM;
 const MAX_DEBT: i64 = 60_000_000_000 * NANOSECOND_COST;
 /// While a user owes more than this, 1 ms, its requests wait beside other users.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
+/// A request costs its user this until it has ended, 500 us: of a user with many clients few begin at once.
+const REQUEST: i64 = 500_000 * NANOSECOND_COST;
 /// A user whose last step is no longer ago than this may come back at any moment: its client may have to wait for a
 /// processor before it submits its next operation.
 const GAP: u64 = 5_000_000;
+/// How long a client whose queues are empty keeps its turn: its processor may have been busy.
+const HOLD: u64 = 100_000;
 /// Nanoseconds after which a turn in which nothing was spent is passed over: twice what a step takes.
 pub(crate) const STUCK: u64 = 2_000_000;
 /// Of many that wait, each looks again after [`STUCK`] times this at most.
@@ -251,6 +256,16 @@ impl Turns {
         self.holder() == Some(seat)
     }
 
+    /// How long a client with empty queues may keep its turn for work that comes at once. Not if nobody waits, or
+    /// another client of its user has work.
+    pub(crate) fn hold(&self, seat: usize) -> u64 {
+        let index = self.index_of(seat);
+        let share = &self.shares[index];
+        let left = u64::try_from(share.deficit / NANOSECOND_COST).unwrap_or(0);
+        let others = || self.shares[..self.end()].iter().enumerate().any(|(i, other)| i != index && other.wanting > 0);
+        if self.holder() == Some(seat) && share.wanting == 1 && others() { left.min(HOLD) } else { 0 }
+    }
+
     /// Who is likely to be next, if the turn of a client ends with another step as the last one.
     pub(crate) fn next_after(&self, seat: usize, step: &Step) -> Option<usize> {
         let (index, last) = (self.index_of(seat), step.cost());
@@ -279,12 +294,31 @@ impl Turns {
         share.deficit = share.deficit.max(least);
     }
 
-    /// True while nothing else should be done for the user of a client: it owes, and there are other users.
-    pub(crate) fn owes(&mut self, seat: usize, now: u64) -> bool {
+    /// As [`Self::owes`]; where that is nothing, a request of the client begins.
+    pub(crate) fn begin(&mut self, seat: usize, now: u64) -> Option<u64> {
+        let owed = self.owes(seat, now);
+        if owed.is_none() {
+            self.share_of(seat).owe(REQUEST);
+        }
+        owed
+    }
+
+    /// A request has ended, and took so many nanoseconds.
+    pub(crate) fn settle(&mut self, seat: usize, took: u64) {
+        let share = self.share_of(seat);
+        // Rounds may have paid it meanwhile.
+        share.deficit = share.deficit.max((share.deficit + REQUEST).min(0));
+        self.charge(seat, took);
+    }
+
+    /// While nothing else should be done for the user of a client, since it owes and there are other users: the least
+    /// time until that is paid.
+    pub(crate) fn owes(&mut self, seat: usize, now: u64) -> Option<u64> {
         self.look(now);
         let user = self.index_of(seat);
         let others = || self.shares[..self.end()].iter().enumerate().any(|(i, s)| i != user && s.clients > 0);
-        self.shares[user].deficit < -MAX_AHEAD && others()
+        let ahead = -MAX_AHEAD - self.shares[user].deficit;
+        (ahead > 0 && others()).then(|| ahead.unsigned_abs() / NANOSECOND_COST.unsigned_abs())
     }
 
     fn end(&self) -> usize {
@@ -490,15 +524,48 @@ mod tests {
         let mut game = Game::of(&[1, 2]);
         game.want(&[1]);
         game.turns.charge(0, 900 * US);
-        assert!(!game.turns.owes(0, game.now), "a little is not waited for");
+        assert_eq!(game.turns.owes(0, game.now), None, "a little is not waited for");
         game.turns.charge(0, 10_000_000 * US);
-        assert!(game.turns.owes(0, game.now));
+        assert_eq!(game.turns.owes(0, game.now), Some(63_000 * US));
         assert_eq!(game.deficit(0), -MAX_OTHER_COST);
         // Of a user who is alone nobody has a loss.
         game.turns.rest(1, game.now, false);
         game.turns.leave(1, game.now);
         game.turns.charge(0, 10_000 * US);
-        assert!(!game.turns.owes(0, game.now));
+        assert_eq!(game.turns.owes(0, game.now), None);
+    }
+
+    #[test]
+    fn who_worked_keeps_its_turn_for_a_moment_if_somebody_else_waits() {
+        let mut game = Game::of(&[1, 2, 1]);
+        game.want(&[0]);
+        game.step(|_| (1 << 20, 100 * US));
+        assert_eq!(game.turns.hold(0), 0, "nobody waits");
+        game.want(&[1]);
+        assert_eq!((game.turns.hold(0), game.turns.hold(1)), (HOLD, 0));
+        // No longer than its round.
+        game.step(|_| (1 << 20, 850 * US));
+        assert_eq!(game.turns.hold(0), 50 * US);
+        // The rest of its round is for another client of its user.
+        game.want(&[2]);
+        assert_eq!(game.turns.hold(0), 0);
+    }
+
+    #[test]
+    fn of_a_user_with_many_clients_few_requests_begin_at_once() {
+        let mut game = Game::of(&[1, 1, 1, 1, 1, 1, 2]);
+        game.want(&[6]);
+        let begun = |game: &mut Game| (0..6).filter(|seat| game.turns.begin(*seat, game.now).is_none()).count();
+        assert_eq!(begun(&mut game), 3);
+        (0..3).for_each(|seat| game.turns.settle(seat, 30 * US));
+        assert_eq!((game.deficit(0), begun(&mut game)), (-cost_of(90 * US), 2));
+        // Paid by rounds, it is not given back.
+        for _ in 0..10 {
+            game.step(|_| (QUANTUM as u64, 10 * US));
+        }
+        assert_eq!(game.deficit(0), 0);
+        game.turns.settle(0, 30 * US);
+        assert_eq!(game.deficit(0), -cost_of(30 * US));
     }
 
     #[test]

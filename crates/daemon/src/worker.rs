@@ -17,6 +17,7 @@ use zerocopy::FromZeros;
 use crate::fork::{ask_for_short_slices, exit};
 use crate::function::Function;
 use crate::log::Ending;
+use crate::socket;
 use crate::table::{Table, now};
 use crate::turns::Step;
 use crate::wire::ClientStatus;
@@ -29,8 +30,12 @@ const MIN_STEP: u64 = 32 << 10;
 const STEP_TIME: u64 = 200_000;
 /// Steps that take longer than they have a processor, by this many nanoseconds, were interrupted.
 const MEASURED: u64 = 20_000;
-/// The longest sleep, in case a wake-up is lost.
-const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// The longest sleep, in case a wake-up is lost, in nanoseconds.
+const MAX_SLEEP: u64 = 1_000_000_000;
+/// A call takes more processor time than this only where a client has thousands of waiters, and then the next call is
+/// not made for so many times as long: what one step costs stays small, and so does its share.
+const LONG_CALL: Duration = Duration::from_micros(50);
+const CALL_REST: u32 = 16;
 
 /// The function that a worker serves, and what wakes it: the client's kicks, and requests that change its work.
 pub(crate) struct Alarm {
@@ -67,9 +72,10 @@ impl Alarm {
         Ok(())
     }
 
-    fn sleep(&self) {
+    fn sleep(&self, nanoseconds: u64) {
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 4];
-        let _ = epoll::wait(&self.epoll, &mut events, Some(&MAX_SLEEP));
+        let time = Timespec::try_from(Duration::from_nanos(nanoseconds)).ok();
+        let _ = epoll::wait(&self.epoll, &mut events, time.as_ref());
         // Never blocks.
         let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
     }
@@ -94,10 +100,11 @@ impl Worker {
         let run = move || {
             ask_for_short_slices();
             while mine.function.get().is_none() && !mine.quit.load(Ordering::SeqCst) {
-                mine.sleep();
+                mine.sleep(MAX_SLEEP);
             }
             let Some(function) = mine.function.get() else { return };
-            let mut running = Running { alarm: &mine, function, table, seat, next: 0, most: MAX_STEP };
+            let mut running =
+                Running { alarm: &mine, function, table, seat, next: 0, most: MAX_STEP, calls: Calls::default() };
             if catch_unwind(AssertUnwindSafe(|| running.run())).is_err() {
                 // The card is only as far as the panic, and nobody runs it on.
                 exit(Ending::Bug as i32);
@@ -127,6 +134,7 @@ struct Running<'a> {
     next: usize,
     /// The limit of the next step's cost.
     most: u64,
+    calls: Calls,
 }
 
 impl Running<'_> {
@@ -147,7 +155,8 @@ impl Running<'_> {
             } else {
                 // What the queues' work has taken is paid for.
                 take_time();
-                self.alarm.sleep();
+                self.alarm.sleep(self.calls.wait());
+                self.calls.make(|| socket::call(&self.function.call));
                 // Kicks without work cost their user, and are looked after less often while it owes.
                 if !self.function.has_work() {
                     self.table.charge(self.seat, take_time());
@@ -167,14 +176,18 @@ impl Running<'_> {
         let mut worked = false;
         while !self.alarm.quit.load(Ordering::SeqCst) {
             self.table.take_turn(self.seat);
-            let mut clock = StepClock::new();
+            let (mut clock, mut busy) = (StepClock::new(), 0);
             loop {
-                let Some(bytes) = self.step() else {
+                let Some(bytes) = self.step().or_else(|| self.hold(busy)) else {
+                    if busy > 0 {
+                        self.table.spend(self.seat, &clock.ended(0));
+                    }
                     self.table.end_turn(self.seat, worked);
                     return worked;
                 };
                 let step = clock.ended(bytes);
                 worked = true;
+                busy += step.busy;
                 self.pace(step.busy, bytes);
                 self.show();
                 if !self.table.spend(self.seat, &step) {
@@ -192,8 +205,24 @@ impl Running<'_> {
         (0..queues).find_map(|_| {
             let queue = self.next;
             self.next = (queue + 1) % queues;
-            self.function.step(queue, self.most)
+            let (cost, calls) = self.function.step(queue, self.most)?;
+            self.calls.are_due |= calls;
+            self.calls.make(|| socket::call(&self.function.call));
+            Some(cost)
         })
+    }
+
+    /// Keeps the turn of a client that has worked for some time in it, and has no more: for half of that at most.
+    fn hold(&mut self, busy: u64) -> Option<u64> {
+        let most = if busy > 0 { self.table.hold(self.seat).min(busy / 2) } else { 0 };
+        let start = now();
+        while now().saturating_sub(start) < most && !self.alarm.quit.load(Ordering::SeqCst) {
+            if self.function.has_work() {
+                return self.step();
+            }
+            std::hint::spin_loop();
+        }
+        None
     }
 
     /// Makes steps shorter while they take long.
@@ -210,6 +239,35 @@ impl Running<'_> {
         let mut counted = ClientStatus::new_zeroed();
         self.function.count_into(&mut counted);
         self.table.show_counted(self.seat, counted);
+    }
+}
+
+/// Calls of a client.
+#[derive(Default)]
+struct Calls {
+    /// It has asked for one.
+    are_due: bool,
+    /// When it may be made.
+    next: u64,
+}
+
+impl Calls {
+    /// Makes a call that is due.
+    fn make(&mut self, call: impl FnOnce()) {
+        if !self.are_due || now() < self.next {
+            return;
+        }
+        let before = thread_time();
+        call();
+        let took = thread_time().saturating_sub(before);
+        let rest = if took > LONG_CALL { CALL_REST * took } else { Duration::ZERO };
+        let rest = u64::try_from(rest.as_nanos()).unwrap_or(u64::MAX);
+        *self = Self { are_due: false, next: now().saturating_add(rest) };
+    }
+
+    /// How long the worker may sleep.
+    fn wait(&self) -> u64 {
+        if self.are_due { self.next.saturating_sub(now()).min(MAX_SLEEP) } else { MAX_SLEEP }
     }
 }
 
@@ -264,6 +322,30 @@ pub(crate) fn take_time() -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_has_long_calls_has_fewer() {
+        let spin = |time| {
+            let before = thread_time();
+            while thread_time() - before < time {
+                std::hint::spin_loop();
+            }
+        };
+        let (mut calls, mut made) = (Calls::default(), 0);
+        let mut call = |calls: &mut Calls, time| {
+            calls.are_due = true;
+            calls.make(|| {
+                spin(time);
+                made += 1;
+            });
+            made
+        };
+        let long = Duration::from_secs(1) / CALL_REST;
+        assert_eq!([Duration::ZERO, long, Duration::ZERO].map(|time| call(&mut calls, time)), [1, 2, 2]);
+        assert!((500_000_000..=MAX_SLEEP).contains(&calls.wait()), "until it is made");
+        calls.next = now();
+        assert_eq!((call(&mut calls, Duration::ZERO), calls.are_due, calls.wait()), (3, false, MAX_SLEEP));
+    }
 
     /// A step that waits in the kernel costs the time that it takes; processor time is paid in any case.
     #[test]
