@@ -229,7 +229,7 @@ impl Table {
     /// Ends a request of a client, which took so long.
     pub(crate) fn settle(&self, seat: usize, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        self.turns(None, |turns| turns.settle(seat, took));
+        self.turns(None, |turns| turns.settle(seat, took, now()));
     }
 
     /// Takes a free seat for a client of this user with this row. One process does that.

@@ -8,8 +8,8 @@
 //!
 //! The queues of a user with few operations in flight are empty until its client has seen that these ended. Rounds take
 //! no time then, and would pay at once whatever the others owe, so that these fill each gap, and the client has to wait
-//! for a processor. So in such a gap debts are paid by the time that passes. And who has worked for a while keeps its
-//! turn for a moment, and pays for that.
+//! for a processor. So in such a gap debts are paid by the time that passes, as between requests of another user. And
+//! who has worked for a while keeps its turn for a moment, and pays for that.
 //!
 //! Turns are for fairness, not for exclusion: who has a turn and neither spends nor ends it is passed over, since its
 //! process may have been killed, or wait in the kernel for a file of its client. It pays for that time when it is back.
@@ -85,7 +85,7 @@ struct Share {
     wanting: u64,
     /// Bytes left in this round; negative after what cost more.
     deficit: i64,
-    /// When the last step began and ended; 0 for none.
+    /// When the last step or request began and ended; 0 for none.
     began: u64,
     ended: u64,
     /// Bytes that the client that was last chosen had been served before.
@@ -304,8 +304,11 @@ impl Turns {
     }
 
     /// A request has ended, and took so many nanoseconds.
-    pub(crate) fn settle(&mut self, seat: usize, took: u64) {
+    pub(crate) fn settle(&mut self, seat: usize, took: u64, now: u64) {
+        // The time until now pays for what was before.
+        self.look(now);
         let share = self.share_of(seat);
+        (share.began, share.ended) = (now.saturating_sub(took), now);
         // Rounds may have paid it meanwhile.
         share.deficit = share.deficit.max((share.deficit + REQUEST).min(0));
         self.charge(seat, took);
@@ -393,12 +396,12 @@ impl Turns {
         }
     }
 
-    /// A user owes, and another, with neither work nor debts, has had a step that ended shortly before this one's last,
-    /// or after it.
+    /// A user owes, and another, with no work and few debts, has had a step or a request that ended shortly before this
+    /// one's last, or after it.
     fn in_gap(&self, index: usize) -> bool {
         let share = &self.shares[index];
         let returns = |other: &Share| {
-            (other.clients > 0 && other.wanting == 0 && other.deficit >= 0)
+            (other.clients > 0 && other.wanting == 0 && other.deficit >= -MAX_AHEAD)
                 && (other.ended > 0 && other.ended + GAP > share.began)
         };
         share.deficit < 0 && self.shares[..self.end()].iter().enumerate().any(|(i, other)| i != index && returns(other))
@@ -557,15 +560,35 @@ mod tests {
         game.want(&[6]);
         let begun = |game: &mut Game| (0..6).filter(|seat| game.turns.begin(*seat, game.now).is_none()).count();
         assert_eq!(begun(&mut game), 3);
-        (0..3).for_each(|seat| game.turns.settle(seat, 30 * US));
+        (0..3).for_each(|seat| game.turns.settle(seat, 30 * US, game.now));
         assert_eq!((game.deficit(0), begun(&mut game)), (-cost_of(90 * US), 2));
         // Paid by rounds, it is not given back.
         for _ in 0..10 {
             game.step(|_| (QUANTUM as u64, 10 * US));
         }
         assert_eq!(game.deficit(0), 0);
-        game.turns.settle(0, 30 * US);
+        game.turns.settle(0, 30 * US, game.now);
         assert_eq!(game.deficit(0), -cost_of(30 * US));
+    }
+
+    #[test]
+    fn debts_are_paid_by_time_beside_requests_of_another_user() {
+        let mut game = Game::of(&[1, 2]);
+        game.turns.settle(1, 30 * US, game.now);
+        game.now += 1000 * US;
+        let start = game.now;
+        game.turns.settle(0, 10_000 * US, game.now);
+        while game.turns.owes(0, game.now).is_some() {
+            game.now += 10 * US;
+            // The other one pays for little.
+            assert_eq!(game.turns.owes(1, game.now), None);
+        }
+        assert!((8_000..=10_000).contains(&((game.now - start) / US)), "{}", (game.now - start) / US);
+        // Beside nobody's, at once.
+        game.now += 2 * GAP + 10_000 * US;
+        game.turns.settle(0, 1000 * US, game.now);
+        game.turns.settle(0, 10_000 * US, game.now + 100_000 * US);
+        assert_eq!(game.turns.owes(0, game.now + 100_000 * US), None);
     }
 
     #[test]
