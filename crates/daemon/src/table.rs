@@ -212,8 +212,8 @@ impl Table {
         self.turns(None, |turns| turns.owes(seat, now())).is_some()
     }
 
-    /// Waits while the user of a client owes, and begins a request, which [`Self::settle`] ends; false when it `is_over`
-    /// before.
+    /// Waits while the user of a client owes, and begins a request, which [`Self::settle`] ends; false when it
+    /// `is_over` before.
     pub(crate) fn begin(&self, seat: usize, is_over: impl Fn() -> bool) -> bool {
         let [mut least, most] = PAUSES;
         while let Some(owed) = self.turns(None, |turns| turns.begin(seat, now())) {

@@ -137,8 +137,8 @@ impl ManifestFile {
 impl Manifest {
     /// Hashes files. With `sha256`, those that are named by theirs are [compared with it](verify_names) first: a
     /// manifest of damaged files would call them right. `progress` is called with the number of bytes that have been
-    /// read since the last call, and may end the work; it must not panic. Memory: 48 MiB of buffers, and what the
-    /// tensors' names take.
+    /// read since the last call, and may end the work; it must not panic. Memory: 48 to 144 MiB of buffers, and what
+    /// the tensors' names take.
     ///
     /// # Errors
     /// [`Error`]: files that are no models, that cannot be read, that change meanwhile, or that have the same name;

@@ -9,9 +9,12 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
+use dmalane_file::FileOptions;
 use dmalane_load::fill::{BufferMemory, Event, Extent, FillError, FillOptions, Job, Sink, fill};
+use dmalane_load::{Difference, Manifest, Problem, Read, ReadOptions, open_file};
 use dmalane_queue::{Capabilities, Completion, Limits, Operation, Queue, Refused, Ticket, Work};
 use script::{Random, Script, naive, noise, random_job};
+use sha2::{Digest, Sha256};
 use twox_hash::XxHash3_64;
 
 #[test]
@@ -196,4 +199,53 @@ fn stopped_by_the_watch_and_by_the_clock() {
         assert!(matches!(late, Err(FillError::Deadline { of: 200_000, .. })), "{late:?}");
         assert_eq!(heap.stats().live, 0);
     }
+}
+
+/// Large files are hashed by several threads at once, through staging memory and into memory that stays.
+#[test]
+fn regions_of_a_large_file_have_the_hashes_of_their_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("large.safetensors");
+    let lens = [9_000_001, 20 << 20, 17, 0, 16 << 20, 30_000_007, 1, 17_000_000, 3];
+    let mut at = 0;
+    let mut header = serde_json::Map::new();
+    for (i, len) in lens.iter().enumerate() {
+        let tensor = serde_json::json!({"dtype": "U8", "shape": [len], "data_offsets": [at, at + len]});
+        header.insert(format!("t{i}"), tensor);
+        at += len;
+    }
+    let text = serde_json::to_vec(&header).unwrap();
+    let bytes = [&(text.len() as u64).to_le_bytes()[..], &text, &noise(1, at)].concat();
+    std::fs::write(&path, &bytes).unwrap();
+    let go_on = &mut |_| ControlFlow::Continue(());
+    let open = || [open_file(&path, FileOptions::default()).unwrap()];
+    let manifest = Manifest::of(&mut open(), true, go_on).unwrap();
+    let regions = &manifest.files[0].regions;
+    assert_eq!(regions.len(), lens.len() + 1, "the header, and each tensor");
+    for region in regions {
+        let part = &bytes[region.start as usize..region.end as usize];
+        let right: [u8; 32] = Sha256::digest(part).into();
+        assert_eq!((region.digest.xxh3, region.digest.sha256.as_deref()), (XxHash3_64::oneshot(part), Some(&right)));
+    }
+    let read = |checksum| {
+        let mut options = ReadOptions::default();
+        options.fill.checksum = checksum;
+        Read::files([&path]).options(options).manifest(&manifest).into_memory(&AnonHeap::new())
+    };
+    for checksum in [true, false] {
+        let [buffer] = &read(checksum).unwrap().filled.buffers[..] else { panic!("one buffer") };
+        assert_eq!(buffer.checksum(), checksum.then(|| XxHash3_64::oneshot(&bytes)));
+        let mut read = vec![0; bytes.len()];
+        buffer.as_volatile_slice().read(&mut read);
+        assert!(read == bytes);
+    }
+    let hit = regions.iter().rfind(|region| region.end - region.start > 1 << 20).unwrap();
+    let mut damaged = bytes;
+    damaged[hit.end as usize - 1] ^= 1;
+    std::fs::write(&path, &damaged).unwrap();
+    let (part, start, end) = (hit.part.clone(), hit.start, hit.end);
+    let difference =
+        Difference { file: "large.safetensors".to_owned(), problem: Problem::Changed { part, start, end } };
+    assert_eq!(manifest.verify(&mut open(), true, go_on).unwrap(), [difference]);
+    assert!([true, false].into_iter().all(|checksum| read(checksum).is_err()));
 }

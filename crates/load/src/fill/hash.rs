@@ -1,6 +1,7 @@
 //! Hashes of buffers and of regions of them, taken in order as the bytes arrive.
 
 use std::hash::Hasher as _;
+use std::ops::Range;
 use std::sync::Arc;
 
 use sha2::{Digest as _, Sha256};
@@ -33,7 +34,7 @@ pub(crate) struct Hashes {
     pub digests: Vec<Digest>,
 }
 
-/// Hashes a buffer and its regions.
+/// Hashes a buffer and its regions, or some of its regions.
 pub(super) struct Hasher {
     whole: Option<XxHash3_64>,
     regions: Option<Regions>,
@@ -42,7 +43,9 @@ pub(super) struct Hasher {
 struct Regions {
     all: Arc<HashRegions>,
     buffer: usize,
-    /// Bytes that have come.
+    /// The next region, and behind the last one.
+    left: Range<usize>,
+    /// Where the next bytes are in the buffer.
     at: u64,
     /// The region of which some bytes have come.
     open: Option<(XxHash3_64, Option<Sha256>)>,
@@ -55,15 +58,11 @@ impl Hasher {
         options.checksum || options.hash_regions.is_some()
     }
 
-    /// A hasher for a buffer, if one is wanted.
-    pub fn new(options: &FillOptions, buffer: usize) -> Option<Self> {
-        let regions = options.hash_regions.as_ref().filter(|all| buffer < all.ends.len()).map(|all| Regions {
-            all: all.clone(),
-            buffer,
-            at: 0,
-            open: None,
-            digests: Vec::new(),
-        });
+    /// A hasher for a buffer, if one is wanted, or for these of its regions, which begin at `at`.
+    pub fn new(options: &FillOptions, buffer: usize, at: u64, left: Range<usize>) -> Option<Self> {
+        let regions = options.hash_regions.as_ref().filter(|all| buffer < all.ends.len());
+        let regions =
+            regions.map(|all| Regions { all: all.clone(), buffer, left, at, open: None, digests: Vec::new() });
         let whole = options.checksum.then(|| XxHash3_64::with_seed(0));
         Self::is_wanted(options).then_some(Self { whole, regions })
     }
@@ -93,7 +92,7 @@ impl Hasher {
 
 impl Regions {
     fn write(&mut self, mut bytes: &[u8]) {
-        while let Some(end) = self.all.ends[self.buffer].get(self.digests.len()) {
+        while let Some(end) = self.all.ends[self.buffer][..self.left.end].get(self.left.start) {
             let left = end.saturating_sub(self.at);
             let now;
             (now, bytes) = bytes.split_at(bytes.len().min(usize::try_from(left).unwrap_or(usize::MAX)));
@@ -103,6 +102,7 @@ impl Regions {
                 // Most regions are tensors that arrive as a whole: no state to set up.
                 let sha256 = self.all.sha256.then(|| Box::new(Sha256::digest(now).into()));
                 self.digests.push(Digest { xxh3: XxHash3_64::oneshot(now), sha256 });
+                self.left.start += 1;
                 continue;
             }
             if !now.is_empty() {
@@ -119,6 +119,7 @@ impl Regions {
                 let sha256 = sha256.map(|sha256| Box::new(sha256.finalize().into()));
                 self.digests.push(Digest { xxh3: xxh3.finish(), sha256 });
             }
+            self.left.start += 1;
         }
     }
 }
@@ -145,13 +146,18 @@ mod tests {
         for step in [1, 7, 8, 999, 1000, 4096, 5000] {
             let options =
                 FillOptions { hash_regions: Some(hash_regions.clone()), checksum: true, ..FillOptions::default() };
-            let mut hasher = Hasher::new(&options, 1).unwrap();
+            let mut hasher = Hasher::new(&options, 1, 0, 0..8).unwrap();
             bytes.chunks(step).for_each(|piece| hasher.write(piece));
             let hashes = hasher.finish();
             assert_eq!((hashes.digests, hashes.checksum), (want.clone(), Some(XxHash3_64::oneshot(&bytes))));
+            // Those of some alone.
+            let options = FillOptions { checksum: false, ..options };
+            let mut hasher = Hasher::new(&options, 1, 8, 2..5).unwrap();
+            bytes[8..1001].chunks(step).for_each(|piece| hasher.write(piece));
+            assert_eq!(hasher.finish().digests, want[2..5]);
         }
         let options = FillOptions { hash_regions: Some(hash_regions), ..FillOptions::default() };
-        assert!(Hasher::new(&options, 0).unwrap().finish().digests.is_empty());
-        assert!(Hasher::new(&FillOptions::default(), 0).is_none());
+        assert!(Hasher::new(&options, 0, 0, 0..0).unwrap().finish().digests.is_empty());
+        assert!(Hasher::new(&FillOptions::default(), 0, 0, 0..0).is_none());
     }
 }

@@ -1,19 +1,20 @@
-//! Whether a job has a thread that hashes, and how much it leaves to workers.
+//! How many threads of a job hash, and how much they leave to workers.
 
 use std::sync::Condvar;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::hash::Hasher;
 use super::options::FillOptions;
+use super::order::LANE;
 use super::sink::ToDevice;
 
-/// The thread that hashes beside the workers, if there is one. The lock of its conditions is that of the job's
+/// The threads that hash beside the workers, if there are any. The lock of their conditions is that of the job's
 /// progress.
-pub(super) struct HashThread {
-    /// There is to be one: workers hash only what it leaves to them.
-    runs: AtomicBool,
-    /// Bytes of a buffer that are ready to be hashed and that it leaves to a worker with nothing else to do. It hashes
-    /// when there are more. 0: it leaves none.
+pub(super) struct HashThreads {
+    /// How many there are to be: workers hash only what these leave to them.
+    count: AtomicUsize,
+    /// Bytes of a lane that are ready to be hashed and that they leave to a worker with nothing else to do. They hash
+    /// when there are more. 0: they leave none.
     pub leaves: usize,
     /// There is something to hash and the device has room for it, or nothing will come any more.
     pub hashable: Condvar,
@@ -27,11 +28,14 @@ const JOB: u64 = 32 << 20;
 /// Pieces of fewer bytes than this are hashed sooner than they are handed to another thread and back.
 const PIECE: u64 = 256 << 10;
 
+/// Threads, at most: they hash faster than one processor copies.
+const MOST: usize = 16;
+
 /// Bytes of a buffer that may wait for a worker to hash them. Reads end out of order: mostly, less than this waits for
 /// one that ends late.
 const LEAVES: usize = 32 << 20;
 
-impl HashThread {
+impl HashThreads {
     /// Decides for a job of `bytes`, which are hashed in pieces of `piece`. `copies`: reads are copies out of the page
     /// cache.
     pub fn new(
@@ -42,24 +46,35 @@ impl HashThread {
         copies: bool,
     ) -> Self {
         let busy = workers + device.map_or(0, |to| to.processors);
-        let worth = || bytes >= JOB && piece >= PIECE;
-        let spare = || std::thread::available_parallelism().is_ok_and(|n| n.get() > busy);
-        let runs = Hasher::is_wanted(options) && options.hash_thread.unwrap_or_else(|| worth() && spare());
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        // A worker that only waits for the disk has a processor to spare.
+        let waits = workers == 1 && !copies && device.is_none();
+        // To a device, bytes go in order: a file is hashed by one thread.
+        let many = options.takes_sha256() && device.is_none();
+        let most = if many { (processors.saturating_sub(busy) + usize::from(waits)).min(MOST) } else { 1 };
+        let is_worth_it = bytes >= JOB && piece >= PIECE && processors > busy;
+        let count = match options.hash_thread {
+            _ if !Hasher::is_wanted(options) => 0,
+            None if is_worth_it => most.min((bytes / LANE).max(1) as usize),
+            wanted => usize::from(wanted == Some(true)),
+        };
         // Only a worker that waits for the disk has time to hash: several copy, and SHA-256 takes longer than the disk.
         // A device waits for what is hashed.
-        let sha256 = options.hash_regions.as_ref().is_some_and(|regions| regions.sha256);
-        let waits = workers == 1 && !copies && !sha256 && device.is_none();
-        let leaves = if waits && options.hash_thread.is_none() { LEAVES } else { 0 };
-        Self { runs: AtomicBool::new(runs), leaves, hashable: Condvar::new(), handed_on: Condvar::new() }
+        let leaves = if waits && !options.takes_sha256() && options.hash_thread.is_none() { LEAVES } else { 0 };
+        Self { count: AtomicUsize::new(count), leaves, hashable: Condvar::new(), handed_on: Condvar::new() }
+    }
+
+    pub fn count(&self) -> usize {
+        self.count.load(Ordering::Relaxed)
     }
 
     /// True unless workers hash everything.
     pub fn runs(&self) -> bool {
-        self.runs.load(Ordering::Relaxed)
+        self.count() > 0
     }
 
-    /// There is none, before any worker has begun.
+    /// There are none, before any worker has begun.
     pub fn leave_out(&self) {
-        self.runs.store(false, Ordering::Relaxed);
+        self.count.store(0, Ordering::Relaxed);
     }
 }

@@ -48,7 +48,7 @@ impl State<'_, '_> {
     /// Notes that nothing will have to be hashed any more.
     pub fn nothing_comes(&self) {
         lock(&self.progress).nothing_comes = true;
-        self.hash_thread.hashable.notify_one();
+        self.hash_thread.hashable.notify_all();
     }
 
     /// Fragments that were hashed and handed on until now, for [`State::pause`].
@@ -97,7 +97,7 @@ impl State<'_, '_> {
         let mut any = false;
         while !self.device_is_full() {
             let turn = lock(&self.progress).order.begin();
-            let Some(Turn { buffer, mut hash, mut fragment, len }) = turn else { break };
+            let Some(Turn { at, mut hash, mut fragment, len }) = turn else { break };
             clocks.time(Stage::Checksum, || {
                 if fragment.slice.with_bytes(|bytes| hash.write(&bytes[..len])).is_none() {
                     // A device may write to it.
@@ -106,7 +106,7 @@ impl State<'_, '_> {
                 }
             });
             clocks.bytes(Stage::Checksum, len as u64);
-            lock(&self.progress).order.end(buffer, fragment.end(), hash);
+            lock(&self.progress).order.end(at, fragment.end(), hash);
             self.send(fragment);
             any = true;
             if self.device.is_some() {

@@ -4,9 +4,9 @@
 //! are reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next
 //! one is being allocated; small pages behind a memfd are filled from landing places instead. A load onto a device
 //! uses the slots of a few [`Staging`] buffers. Bytes that have arrived are hashed, if checksums are on, in the order
-//! of their buffer while they are in the processor's cache; large jobs have a thread for that where there is a
-//! processor that neither workers nor the device need. On their way to a device they are transferred right after
-//! that; a buffer that stays is rejoined in the end.
+//! of their buffer while they are in the processor's cache; large jobs have a thread for that, or several for
+//! SHA-256, where there is a processor that neither workers nor the device need. On their way to a device they are
+//! transferred right after that; a buffer that stays is rejoined in the end.
 //!
 //! Workers do this, each with queues of its own to all files: one worker where the kernel or the disk does the work,
 //! several where the processor copies out of the page cache. One worker runs on the thread of the caller and needs no
@@ -99,9 +99,12 @@ pub(crate) fn run<'a, S: Queue<Addr = FileOffset>>(
         std::thread::scope(|scope| {
             let state = &state;
             // Where the process may have no more threads, those that there are do the work.
-            let hash = move || state.hash_in_background(clocks("hashing".to_owned()));
-            let hasher = state.hash_thread.runs().then(|| Builder::new().spawn_scoped(scope, hash).ok()).flatten();
-            if hasher.is_none() {
+            let hash = |i| {
+                let clocks = clocks(if i == 1 { "hashing".to_owned() } else { format!("hashing {i}") });
+                Builder::new().spawn_scoped(scope, move || state.hash_in_background(clocks)).ok()
+            };
+            let hashers: Vec<_> = (1..=state.hash_thread.count()).map_while(hash).collect();
+            if hashers.is_empty() {
                 state.hash_thread.leave_out();
             }
             let done = NothingComes(state);
@@ -121,7 +124,7 @@ pub(crate) fn run<'a, S: Queue<Addr = FileOffset>>(
             threads.into_iter().for_each(|thread| add(&mut clocks, thread));
             clocks = state.drain(clocks);
             drop(done);
-            hasher.into_iter().for_each(|thread| add(&mut clocks, thread));
+            hashers.into_iter().for_each(|thread| add(&mut clocks, thread));
             clocks
         })
     };

@@ -21,7 +21,8 @@ pub struct FillOptions {
     pub hash_regions: Option<Arc<HashRegions>>,
     /// Hash on a thread of its own. By default jobs of 32 MiB and more have one, where the workers and the device leave
     /// a processor. A single worker that reads from the disk into memory hashes while it waits, unless SHA-256 is
-    /// wanted; the thread then hashes the rest.
+    /// wanted; the thread then hashes the rest. For SHA-256 of what does not go to a device there
+    /// are as many threads as processors are left, 16 at most, and each takes regions of 16 MiB and more together.
     pub hash_thread: Option<bool>,
     /// Give up this long after the beginning of the job: [`FillError::Deadline`](super::FillError::Deadline).
     pub time_limit: Option<Duration>,
@@ -52,6 +53,11 @@ impl Default for FillOptions {
 }
 
 impl FillOptions {
+    /// Whether regions are hashed with SHA-256.
+    pub(super) fn takes_sha256(&self) -> bool {
+        self.hash_regions.as_ref().is_some_and(|regions| regions.sha256)
+    }
+
     /// The beginning of the timeline of a job that began at `start`, if one is recorded.
     pub(crate) fn epoch(&self, start: Instant) -> Option<Instant> {
         self.timeline.then_some(start)

@@ -24,9 +24,9 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub fn new(job: &Job, options: &FillOptions) -> Self {
+    pub fn new(job: &Job, options: &FillOptions, lanes: Option<u64>) -> Self {
         Self {
-            order: Order::new(&job.buffers, options),
+            order: Order::new(&job.buffers, options, lanes),
             done: 0,
             undelivered: 0,
             handed_on: 0,

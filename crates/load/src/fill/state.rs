@@ -12,10 +12,11 @@ use super::error::{Failed, FillError, broken};
 use super::filled::{FillReport, Filled, FilledBuf};
 use super::fragment::{Fragment, Tag};
 use super::hash::{Hasher, Hashes};
-use super::hash_thread::HashThread;
+use super::hash_thread::HashThreads;
 use super::job::Job;
 use super::memory::FillCached;
 use super::options::FillOptions;
+use super::order::LANE;
 use super::progress::Progress;
 use super::sink::{DeviceSink, Sink};
 use super::supply::Supply;
@@ -36,7 +37,7 @@ pub(super) struct State<'a, 'w> {
     /// Reads are copies out of the page cache into memory that stays, and not the disk's work.
     pub copies: bool,
     pub progress: Mutex<Progress>,
-    pub hash_thread: HashThread,
+    pub hash_thread: HashThreads,
     pub device: Option<DeviceSink<'a>>,
     watch: Mutex<&'a mut Watch<'w>>,
     pub stop: AtomicBool,
@@ -100,6 +101,14 @@ impl<'a, 'w> State<'a, 'w> {
             return Err(FillError::Job(text));
         }
         let total = job.bytes();
+        let hash_thread = HashThreads::new(options, device.as_ref(), (total, supply.piece()), workers, copies);
+        let at_once = if options.takes_sha256() && device.is_none() { hash_thread.count().max(workers) } else { 1 };
+        let progress = Progress::new(job, options, (at_once > 1).then_some(LANE));
+        let supply = match supply.stays || at_once == 1 {
+            true => supply,
+            // What is read goes at once, so what several threads hash has to come at the same time.
+            false => supply.in_lanes(progress.order.lanes(), at_once),
+        };
         Ok(Self {
             options,
             deadline: options.time_limit.and_then(|limit| start.checked_add(limit)),
@@ -107,8 +116,8 @@ impl<'a, 'w> State<'a, 'w> {
             total,
             cached,
             copies,
-            progress: Mutex::new(Progress::new(job, options)),
-            hash_thread: HashThread::new(options, device.as_ref(), (total, supply.piece()), workers, copies),
+            progress: Mutex::new(progress),
+            hash_thread,
             supply,
             device: device.map(|to| DeviceSink::new(to, options, start)),
             watch: Mutex::new(watch),

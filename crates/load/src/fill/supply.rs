@@ -1,5 +1,6 @@
-//! Memory that is still to be taken: chunk by chunk, in the order of the buffers.
+//! Memory that is still to be taken: chunk by chunk, in the order of the buffers; or of a few lanes of them in turn.
 
+use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -27,6 +28,10 @@ pub(super) struct Supply<'a> {
     /// For each buffer its extents, in the order of their destinations.
     plan: Vec<Vec<Extent>>,
     rest: Mutex<Rest<'a>>,
+    /// For each buffer the ends of its lanes; empty where each is one.
+    lanes: Vec<Vec<usize>>,
+    /// Lanes of which chunks are taken in turn.
+    at_once: usize,
     /// The memory stays; else it is that of slots.
     pub stays: bool,
     /// Buffers whose memory is new, and so zero.
@@ -41,18 +46,28 @@ pub(super) struct Supply<'a> {
 /// Memory that was not taken.
 struct Rest<'a> {
     pages: Pages<'a>,
-    /// The first buffer of which anything is left.
+    /// Lanes of which something was taken, or the first one. The next chunk is one of the first.
+    begun: VecDeque<Cursor>,
+    /// The next lane, and its buffer.
     buffer: usize,
-    /// The extent with which its next chunk begins.
-    extent: usize,
+    lane: usize,
     /// No chunk was taken, and there will be several.
     first: bool,
 }
 
 enum Pages<'a> {
     Buffers(Vec<Reserved>),
-    /// The next byte of the buffer goes to the next slot.
-    Staging(&'a mut Staging, usize),
+    Staging(&'a mut Staging),
+}
+
+/// What is left of a lane.
+struct Cursor {
+    buffer: usize,
+    /// The extent with which its next chunk begins.
+    extent: usize,
+    /// Of staging memory: the next byte of the buffer, which goes to the next slot, and the end.
+    at: usize,
+    end: usize,
 }
 
 /// The answer of [`Supply::take`]: a chunk as `C`.
@@ -82,6 +97,8 @@ pub(super) enum ChunkMemory {
     InPlace(Fragment),
 }
 
+const PAGE: usize = 4096;
+
 /// Reads that have arrived in staging memory and wait to be sent on, at most.
 const AHEAD: usize = 8;
 
@@ -90,7 +107,7 @@ impl<'a> Supply<'a> {
     pub fn of_staging(staging: &'a mut Staging, job: &'a Job, plan: Vec<Vec<Extent>>, options: &FillOptions) -> Self {
         let fresh = vec![false; job.buffers.len()];
         // A slot is free at once, so there is no point in taking one before there is room to read into it.
-        Self { chunk: 1, ..Self::new(Pages::Staging(staging, 0), fresh, job, plan, options) }
+        Self { chunk: 1, ..Self::new(Pages::Staging(staging), fresh, job, plan, options) }
     }
 
     /// As [`Supply::of_staging`], with buffers that stay, which are reserved here.
@@ -121,7 +138,9 @@ impl<'a> Supply<'a> {
             block: whole_pages(options.block),
             lens: &job.buffers,
             plan,
-            rest: Mutex::new(Rest { pages, buffer: 0, extent: 0, first }),
+            rest: Mutex::new(Rest { pages, begun: VecDeque::new(), buffer: 0, lane: 0, first }),
+            lanes: Vec::new(),
+            at_once: 1,
             stays: false,
             fresh,
             landing: None,
@@ -129,10 +148,15 @@ impl<'a> Supply<'a> {
         }
     }
 
+    /// Takes staging memory for so many lanes in turn, which end here in each buffer.
+    pub fn in_lanes(self, lanes: Vec<Vec<usize>>, at_once: usize) -> Self {
+        Self { lanes, at_once, ..self }
+    }
+
     /// Bytes that arrive together, about.
     pub fn piece(&self) -> u64 {
         match &lock(&self.rest).pages {
-            Pages::Staging(staging, _) => staging.slot(),
+            Pages::Staging(staging) => staging.slot(),
             Pages::Buffers(_) => self.block.min(self.chunk) as u64,
         }
     }
@@ -151,10 +175,11 @@ impl<'a> Supply<'a> {
     /// device is not `full`, so that they count as read when it is their turn.
     pub fn take(&self, depth: usize, full: bool, clocks: &mut Clocks) -> Result<Taken<Chunk<'_>>, Failed> {
         let mut rest = lock(&self.rest);
-        let Rest { pages, buffer: next, extent, first } = &mut *rest;
-        let (buffer, memory, end) = loop {
-            let buffer = *next;
-            let Some(len) = self.lens.get(buffer) else { return Ok(Taken::Nothing) };
+        let (buffer, memory, end, extent) = loop {
+            self.begin(&mut rest);
+            let Rest { pages, begun, first, .. } = &mut *rest;
+            let Some(Cursor { buffer, extent, at, end }) = begun.front_mut() else { return Ok(Taken::Nothing) };
+            let buffer = *buffer;
             let taken = match pages {
                 Pages::Buffers(reserved) => {
                     let reserved = reserved.get_mut(buffer);
@@ -168,16 +193,13 @@ impl<'a> Supply<'a> {
                     let absent = reserved.and_then(|reserved| reserved.next(len));
                     absent.map(|absent| (absent.offset() + absent.len(), ChunkMemory::Absent(absent, place)))
                 }
-                Pages::Staging(_, at) if *at as u64 >= *len => {
-                    *at = 0;
-                    None
-                }
+                Pages::Staging(_) if at >= end => None,
                 // As many reads may wait for their turn as are in flight, but a few. Reading further ahead would only
                 // push them out of the processor's cache.
-                Pages::Staging(..) if self.unsent.load(Ordering::Relaxed) >= depth + depth.min(AHEAD) => {
+                Pages::Staging(_) if self.unsent.load(Ordering::Relaxed) >= self.ahead(depth) => {
                     return Ok(Taken::Later);
                 }
-                Pages::Staging(staging, at) => match self.in_place(buffer, *extent, *at, staging) {
+                Pages::Staging(staging) => match self.in_place(buffer, *extent, *at, staging) {
                     Some(_) if full => return Ok(Taken::Later),
                     Some((slice, via)) => {
                         let tag = Tag { buffer, offset: *at, is_read: false, slot: None, via: Some(via), landed: None };
@@ -185,7 +207,10 @@ impl<'a> Supply<'a> {
                         Some((*at, ChunkMemory::InPlace(Fragment { tag, slice })))
                     }
                     None => {
-                        let taken = staging.take(*len - *at as u64, clocks);
+                        // The first bytes of a lane that begins within a page are read alone: direct I/O reads none.
+                        let head = at.next_multiple_of(PAGE) - *at;
+                        let len = if head > 0 { head.min(*end - *at) } else { *end - *at };
+                        let taken = staging.take(len as u64, clocks);
                         let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
                         let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Taken::Later) };
                         let (slot, via) = (Some(slot), Some(via));
@@ -196,17 +221,40 @@ impl<'a> Supply<'a> {
                 },
             };
             match taken {
-                Some((end, memory)) => break (buffer, memory, end),
-                None => (*next, *extent) = (buffer + 1, 0),
+                Some((end, memory)) => break (buffer, memory, end, extent),
+                None => drop(begun.pop_front()),
             }
         };
         let begin = *extent;
         let more = self.plan[buffer][begin..].partition_point(|e| e.to < end as u64);
         // The last extent may go on in the next chunk.
         *extent = (begin + more).saturating_sub(1).max(begin);
+        if self.at_once > 1 {
+            rest.begun.rotate_left(1);
+        }
         drop(rest);
         let extents = &self.plan[buffer][begin..begin + more];
         Ok(Taken::Chunk(Chunk { buffer, end, extents, memory }))
+    }
+
+    /// Reads that may be in flight, or wait for their turn.
+    fn ahead(&self, depth: usize) -> usize {
+        (depth + depth.min(AHEAD)).max(2 * self.at_once)
+    }
+
+    /// Begins lanes until there are as many as are taken in turn.
+    fn begin(&self, rest: &mut Rest<'_>) {
+        while rest.begun.len() < self.at_once
+            && let Some(len) = self.lens.get(rest.buffer)
+        {
+            let (buffer, lane) = (rest.buffer, rest.lane);
+            let ends = self.lanes.get(buffer).map_or(&[][..], Vec::as_slice);
+            let at = lane.checked_sub(1).map_or(0, |before| ends[before]);
+            let extent = self.plan[buffer].partition_point(|e| e.to + e.len <= at as u64);
+            let end = ends.get(lane).map_or(*len as usize, |end| *end);
+            rest.begun.push_back(Cursor { buffer, extent, at, end });
+            (rest.buffer, rest.lane) = if lane + 1 < ends.len() { (buffer, lane + 1) } else { (buffer + 1, 0) };
+        }
     }
 
     /// The memory from `at` on in a buffer, where it is that of the source of its next extent.
@@ -233,7 +281,7 @@ impl<'a> Supply<'a> {
     /// Gives a slice back to its slot; returns the fragment if its memory stays.
     pub fn put_back(&self, fragment: Fragment) -> Option<Fragment> {
         if !self.stays
-            && let Pages::Staging(staging, _) = &mut lock(&self.rest).pages
+            && let Pages::Staging(staging) = &mut lock(&self.rest).pages
         {
             if let Some(slot) = fragment.tag.slot {
                 staging.put_back(slot, fragment.slice);
@@ -265,9 +313,49 @@ fn enough(reserved: &[Reserved], more: u64) -> Result<(), FillError> {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_dma::{AnonHeap, Heap, Pool};
+    use std::sync::Arc;
+
+    use dmalane_device::NoIommu;
+    use dmalane_dma::{AnonHeap, Heap, Pool, Registrar};
 
     use super::*;
+
+    /// Chunks of several lanes in turn are all of the bytes once, with the extents that lie in them.
+    #[test]
+    fn lanes_are_taken_in_turn_and_as_a_whole() {
+        let len = 9 << 20;
+        let job = Job::whole(&[len as u64, 100, 0, 5000]);
+        let plan = || job.by_buffer(4).unwrap();
+        let options = FillOptions::default();
+        let lanes = vec![vec![(2 << 20) + 8, 4 << 20, (4 << 20) + 4095, len], vec![100], vec![0], vec![8, 5000]];
+        for at_once in [1, 2, 3, 8] {
+            let registrar = Arc::new(NoIommu::new());
+            let mut staging = Staging::new(registrar.heap(None), registrar, 16 << 20);
+            let supply = Supply::of_staging(&mut staging, &job, plan(), &options).in_lanes(lanes.clone(), at_once);
+            let (mut clocks, mut places) = (Clocks::default(), Vec::new());
+            while let Taken::Chunk(chunk) = supply.take(64, false, &mut clocks).unwrap() {
+                let ChunkMemory::Slot(fragment) = chunk.memory else { unreachable!("staging memory") };
+                let (buffer, start) = (chunk.buffer, fragment.tag.offset);
+                assert!(fragment.end() == chunk.end && start < chunk.end);
+                let lane = lanes[buffer].partition_point(|end| *end <= start);
+                let first = lane.checked_sub(1).map_or(0, |before| lanes[buffer][before]);
+                assert!(chunk.end <= lanes[buffer][lane] && (start == first || start.is_multiple_of(4096)));
+                let [extent] = chunk.extents else { panic!("one extent") };
+                assert_eq!((extent.buffer, extent.to), (buffer, 0));
+                places.push((buffer, lane, start, chunk.end));
+                supply.put_back(fragment);
+            }
+            assert!(matches!(supply.take(64, false, &mut clocks), Ok(Taken::Nothing)));
+            let others = places.iter().position(|(buffer, lane, ..)| (*buffer, *lane) != (0, 0)).unwrap();
+            assert_eq!(others == 1, at_once > 1);
+            places.sort_unstable();
+            for (buffer, len) in job.buffers.iter().enumerate() {
+                let parts = places.iter().filter(|place| place.0 == buffer);
+                let end = parts.fold(0, |end, (_, _, from, to)| if *from == end { *to } else { usize::MAX });
+                assert_eq!(end as u64, *len, "{at_once} {buffer}");
+            }
+        }
+    }
 
     #[test]
     fn memory_that_is_present_is_not_asked_for_again() {
