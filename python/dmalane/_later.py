@@ -27,6 +27,8 @@ _SMALL = 256 << 10
 # Bytes that are read ahead of what is asked for, at most.
 _AHEAD = 256 << 20
 
+_NO_MEMORY = (MemoryLimitError, torch.cuda.OutOfMemoryError)
+
 Ranges = tuple[tuple[int, int], ...]
 # Dimensions of the file's tensor that a view has, in order; None for one of a single element that was added.
 Dims = tuple[int | None, ...]
@@ -51,7 +53,7 @@ class _Source:
                 begun, come = guessed
                 return begun.finish(come.result())
             return self.begin(part).now()
-        except MemoryLimitError:
+        except _NO_MEMORY:
             # Nothing that was guessed has to be there.
             self._ahead.drop()
             self.begun.clear()
@@ -191,11 +193,14 @@ class _Ahead:
             size = sum(math.prod(stop - start for start, stop in part) for part in counted) * each
             if self._bytes + size > self._most:
                 break
-            following = self._coming.popleft()
-            for part in parts:
+            try:
                 # Its memory is allocated here, as PyTorch wants it for the stream of this thread.
-                begun = following.begin(part)
-                following.begun[part] = begun, self._pool.submit(begun.read)
+                begun = {part: self._coming[0].begin(part) for part in parts}
+            except _NO_MEMORY:
+                # There may be room when it is wanted.
+                break
+            following, size = self._coming.popleft(), size + sum(one.beside for one in begun.values())
+            following.begun = {part: (one, self._pool.submit(one.read)) for part, one in begun.items()}
             self._begun.append((following, size))
             self._bytes += size
         return source

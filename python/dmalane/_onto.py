@@ -265,10 +265,11 @@ def moved(source: Any, device: Any) -> Any:
 
 class Begun(NamedTuple):
     """A tensor whose memory is there: `read`, on any thread, fills it, and `finish`, on the thread that wants it, makes
-    the tensor of what that gives."""
+    the tensor of what that gives. Until then `beside` bytes of memory are taken that are not the tensor's."""
 
     read: Callable[[], Any]
     finish: Callable[[Any], Any]
+    beside: int = 0
 
     def now(self) -> Any:
         """Reads it here."""
@@ -457,7 +458,9 @@ class OnGpu:
         if end - first <= rows:
             stream, memory = gpu.stream(), allocate(end - first)
             return Begun(
-                lambda: read(first, memory), lambda memory: shaped(self._handed(memory, stream)[inside].contiguous())
+                lambda: read(first, memory),
+                lambda memory: shaped(self._handed(memory, stream)[inside].contiguous()),
+                memory.nbytes - math.prod(stop - start for start, stop in spans),
             )
 
         def all_rows(_: None) -> Any:

@@ -207,6 +207,29 @@ def test_the_limit_holds(layers):
     assert f.report()["memory_used"] == 0
 
 
+@pytest.mark.parametrize("when", ["ahead", "asked"])
+def test_where_a_gpu_has_no_memory_left_nothing_is_read_ahead(layers, monkeypatch, when):
+    paths, arrays = layers
+    f, stream = opened(paths)
+    real, full, at, refused = type(f._reader).begin, [], [""], []
+
+    def begin(reader, name, *rest):
+        # While something is ahead, and for what is to be.
+        if (name != at[0]) == (when == "ahead") and not full:
+            refused.append(name)
+            full.extend([1] if when == "asked" else [])
+            raise torch.cuda.OutOfMemoryError("no memory")
+        full.clear()
+        return real(reader, name, *rest)
+
+    monkeypatch.setattr(type(f._reader), "begin", begin)
+    for name, tensor in stream:
+        at[0] = name
+        if isinstance(tensor, Later):
+            assert torch.equal(tensor.narrow(0, 2, 2), torch.from_numpy(arrays[name][2:4].copy()))
+    assert len(refused) > LAYERS
+
+
 def test_what_cannot_be_read_is_said_when_it_is_asked_for(layers):
     paths, arrays = layers
     _, stream = opened(paths)
