@@ -13,6 +13,7 @@ mod instructions;
 mod iova;
 mod job;
 mod keep;
+mod large;
 mod late;
 mod layers;
 mod limits;
@@ -85,6 +86,11 @@ enum Bench {
     LateServer(late::Serve),
     /// Scatter lists into page tables: Linux before and after the patch, ours, the peers, the floor
     MapSg(map_sg::Options),
+    /// A scatter list of 64 GiB into page tables in memory that nobody has used
+    Large(large::Options),
+    /// One mapping by a variant of large
+    #[command(hide = true)]
+    OneLarge(large::One),
     /// Look-ups at random addresses
     Lookup(lookup::Options),
     /// A 32 GiB BAR, page by page and leaf by leaf
@@ -144,6 +150,8 @@ fn main() -> ExitCode {
         Bench::Keep(options) => keep::run(&options),
         Bench::LateServer(options) => return done(late::serve(&options)),
         Bench::MapSg(options) => map_sg::run(&options),
+        Bench::Large(options) => large::run(&options),
+        Bench::OneLarge(options) => return done(large::one(&options)),
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),

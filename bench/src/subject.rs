@@ -9,6 +9,7 @@ use dmalane::card::{Card, CardTables};
 use dmalane::dma::Registrar;
 use dmalane::iopt::{Arm64S1_4k, Format, HeapTables, PageTable, TablePool, Tables};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
+use zerocopy::FromZeros;
 
 use crate::job::{BASE, Call, Job, PAGE};
 
@@ -120,7 +121,11 @@ impl<F: Format> Ours<F> {
 /// A pool, which stays for as long as the program runs.
 fn pool() -> Pool {
     const TABLES: usize = 4096;
-    let words = Vec::leak((0..TABLES * 512).map(|_| AtomicU64::new(0)).collect());
+    pool_of(Vec::leak((0..TABLES * 512).map(|_| AtomicU64::new(0)).collect()))
+}
+
+/// A pool of this memory.
+pub fn pool_of(words: &'static [AtomicU64]) -> Pool {
     Box::leak(Box::new(TablePool::new::<Arm64S1_4k>(TABLES_AT, words)))
 }
 
@@ -150,7 +155,7 @@ impl Ours<Arm64S1_4k, CardTables<SoftBus>> {
 }
 
 impl<F: Format, T: Tables> Ours<F, T> {
-    fn in_memory(name: &str, shape: Shape, tables: T) -> Self {
+    pub fn in_memory(name: &str, shape: Shape, tables: T) -> Self {
         let table = PageTable::new(tables).expect("a root table");
         Self { name: name.to_owned(), shape, table: Some(table) }
     }
@@ -223,7 +228,7 @@ impl<F: Format, T: Tables> Subject for Ours<F, T> {
 pub struct Floor {
     /// Bits of an address within a leaf.
     shift: u32,
-    entries: Vec<AtomicU64>,
+    entries: Box<[AtomicU64]>,
 }
 
 /// Some attributes, as an entry has them.
@@ -232,7 +237,8 @@ const ADDRESS: u64 = (1 << 48) - PAGE;
 
 impl Floor {
     pub fn new(job: &Job) -> Self {
-        Self { shift: job.leaf.ilog2(), entries: (0..job.leaves()).map(|_| AtomicU64::new(0)).collect() }
+        let entries = <[_]>::new_box_zeroed_with_elems(job.leaves() as usize).expect("memory");
+        Self { shift: job.leaf.ilog2(), entries }
     }
 
     fn slots(&self, call: Call) -> &[AtomicU64] {
