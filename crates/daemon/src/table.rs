@@ -153,8 +153,9 @@ impl Table {
         result
     }
 
-    /// Waits for the turn of a client that has work.
-    pub(crate) fn take_turn(&self, seat: usize) {
+    /// Waits for the turn of a client that has work. Again and again it does `meanwhile`, which returns after how many
+    /// nanoseconds that has to be done again.
+    pub(crate) fn take_turn(&self, seat: usize, mut meanwhile: impl FnMut() -> u64) {
         let word = &self.shared().turned[seat];
         loop {
             let seen = word.load(Ordering::Acquire);
@@ -163,7 +164,7 @@ impl Table {
                 (turns.holder() != Some(seat)).then(|| turns.wait_of(seat))
             });
             let Some(wait) = wait else { break };
-            let wait = Timespec::try_from(Duration::from_nanos(wait)).ok();
+            let wait = Timespec::try_from(Duration::from_nanos(wait.min(meanwhile()))).ok();
             let woken = futex::wait(word, futex::Flags::empty(), seen, wait.as_ref());
             // Woken shortly before its turn: it has its processor when that comes.
             let start = now();
@@ -221,7 +222,7 @@ impl Table {
                 return false;
             }
             std::thread::sleep(Duration::from_nanos(owed).max(least).min(most));
-            least *= 2;
+            least = (2 * least).min(most);
         }
         true
     }
@@ -329,14 +330,14 @@ mod tests {
         let table = Table::new().unwrap();
         let row = ClientStatus { client: 1, ..ClientStatus::new_zeroed() };
         let seat = table.sit(1, row).unwrap();
-        table.take_turn(seat);
+        take_turn(&table, seat);
         thread::scope(|scope| {
             // A robust mutex is unlocked for a thread that ends, as for a process.
             // SAFETY: as `Table::locked` does it.
             scope.spawn(|| unsafe { libc::pthread_mutex_lock(table.shared().lock.get()) });
         });
         assert_eq!(table.locked(|turns| turns.holder()), None, "whatever was changed is chosen anew");
-        table.take_turn(seat);
+        take_turn(&table, seat);
         assert_eq!(table.locked(|turns| turns.holder()), Some(seat));
     }
 
@@ -346,9 +347,9 @@ mod tests {
         let row = |client| ClientStatus { client, ..ClientStatus::new_zeroed() };
         let seats = [1, 2].map(|user| table.sit(user, row(user.into())).unwrap());
         assert_eq!(seats, [0, 1]);
-        table.take_turn(0);
+        take_turn(&table, 0);
         thread::scope(|scope| {
-            scope.spawn(|| table.take_turn(1));
+            scope.spawn(|| take_turn(&table, 1));
             thread::sleep(Duration::from_micros(500));
             table.end_turn(0, true);
         });
@@ -370,10 +371,43 @@ mod tests {
         }
         // More than once, since time pays debts: another process may have had the processor.
         let gives_up = |_| {
-            table.take_turn(1);
+            take_turn(&table, 1);
             table.charge(0, Duration::from_secs(60));
             !table.begin(0, || true)
         };
         assert!((0..100).any(gives_up));
+    }
+
+    #[test]
+    fn who_owes_may_wait_for_long() {
+        let table = Table::new().unwrap();
+        for user in [1, 2] {
+            table.sit(user, ClientStatus { client: user.into(), ..ClientStatus::new_zeroed() }).unwrap();
+        }
+        table.locked(|turns| turns.paused = 1);
+        table.charge(0, Duration::from_secs(60));
+        let looks = AtomicU32::new(0);
+        // As many times as twice as long would be no time that there is.
+        assert!(!table.begin(0, || looks.fetch_add(1, Relaxed) > 80));
+    }
+
+    #[test]
+    fn who_waits_for_a_turn_does_other_things() {
+        let table = Table::new().unwrap();
+        for user in [1, 2] {
+            table.sit(user, ClientStatus { client: user.into(), ..ClientStatus::new_zeroed() }).unwrap();
+        }
+        table.locked(|turns| turns.paused = 1);
+        let mut done = 0;
+        table.take_turn(0, || {
+            done += 1;
+            table.locked(|turns| turns.paused = u64::from(done < 10));
+            1000
+        });
+        assert!(done >= 10);
+    }
+
+    fn take_turn(table: &Table, seat: usize) {
+        table.take_turn(seat, || u64::MAX);
     }
 }

@@ -33,8 +33,10 @@ const MAX_CREDIT: i64 = 4 * QUANTUM;
 const MAX_DEBT: i64 = 60_000_000_000 * NANOSECOND_COST;
 /// While a user owes more than this, 1 ms, its requests wait beside other users.
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
-/// A request costs its user this until it has ended, 500 us: of a user with many clients few begin at once.
+/// A request counts as a debt of this, 500 us, until it has ended: of a user with many clients few begin at once.
 const REQUEST: i64 = 500_000 * NANOSECOND_COST;
+/// Shorter requests, such as for the status, do not count as work beside which others pay by time.
+const LONG_REQUEST: u64 = 100_000;
 /// A user whose last step is no longer ago than this may come back at any moment: its client may have to wait for a
 /// processor before it submits its next operation.
 const GAP: u64 = 5_000_000;
@@ -85,6 +87,8 @@ struct Share {
     wanting: u64,
     /// Bytes left in this round; negative after what cost more.
     deficit: i64,
+    /// For requests that have begun; paid with debts, so that those that never end keep no others back for ever.
+    pending: i64,
     /// When the last step or request began and ended; 0 for none.
     began: u64,
     ended: u64,
@@ -126,6 +130,7 @@ impl Step {
 impl Share {
     /// Has more left, but not more than a round.
     fn earn(&mut self, allowance: i64) {
+        self.pending = self.pending.saturating_sub(allowance).max(0);
         let most = if self.wanting > 0 { QUANTUM } else { 0 };
         self.deficit = self.deficit.saturating_add(allowance).min(most.max(self.deficit));
     }
@@ -150,7 +155,8 @@ impl Turns {
             let left = (0..SEATS).filter(|i| shares[*i].clients == 0);
             let index =
                 left.max_by_key(|i| (shares[*i].deficit, std::cmp::Reverse(*i))).expect("fewer users than seats");
-            shares[index] = Share { user, clients: 0, wanting: 0, deficit: 0, began: 0, ended: 0, level: 0 };
+            shares[index] =
+                Share { user, clients: 0, wanting: 0, deficit: 0, pending: 0, began: 0, ended: 0, level: 0 };
             index
         });
         shares[index].clients += 1;
@@ -298,7 +304,7 @@ impl Turns {
     pub(crate) fn begin(&mut self, seat: usize, now: u64) -> Option<u64> {
         let owed = self.owes(seat, now);
         if owed.is_none() {
-            self.share_of(seat).owe(REQUEST);
+            self.share_of(seat).pending += REQUEST;
         }
         owed
     }
@@ -308,9 +314,10 @@ impl Turns {
         // The time until now pays for what was before.
         self.look(now);
         let share = self.share_of(seat);
-        (share.began, share.ended) = (now.saturating_sub(took), now);
-        // Rounds may have paid it meanwhile.
-        share.deficit = share.deficit.max((share.deficit + REQUEST).min(0));
+        share.pending = (share.pending - REQUEST).max(0);
+        if took >= LONG_REQUEST {
+            (share.began, share.ended) = (now.saturating_sub(took), now);
+        }
         self.charge(seat, took);
     }
 
@@ -320,7 +327,7 @@ impl Turns {
         self.look(now);
         let user = self.index_of(seat);
         let others = || self.shares[..self.end()].iter().enumerate().any(|(i, s)| i != user && s.clients > 0);
-        let ahead = -MAX_AHEAD - self.shares[user].deficit;
+        let ahead = -MAX_AHEAD - (self.shares[user].deficit - self.shares[user].pending);
         (ahead > 0 && others()).then(|| ahead.unsigned_abs() / NANOSECOND_COST.unsigned_abs())
     }
 
@@ -367,13 +374,18 @@ impl Turns {
         if self.paused != 0 {
             return;
         }
-        let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
         if let Some(index) = to {
             return self.give(index, before, now);
         }
+        let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
         let (cursor, used) = (self.cursor as usize, self.end());
         for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
-            let allowance = if !worked && self.in_gap(index) { passed } else { QUANTUM };
+            // Who waits for no turn owes for other work than the card's: a short round of others is not worth as much.
+            let allowance = match self.shares[index].wanting {
+                _ if !worked && self.in_gap(index) => passed,
+                0 => passed.min(QUANTUM),
+                _ => QUANTUM,
+            };
             let share = &mut self.shares[index];
             share.earn(allowance);
             if share.wanting > 0 && share.deficit > 0 {
@@ -516,7 +528,7 @@ mod tests {
         game.turns.rest(0, game.now, true);
         game.turns.charge(0, 10_000 * US);
         for round in 0..12 {
-            assert_eq!(game.step(|_| (quantum, 10 * US)), 1);
+            assert_eq!(game.step(|_| (quantum, 1000 * US)), 1);
             assert!(round > 7 || game.deficit(0) < 0, "after {round} rounds of ten");
         }
         assert_eq!(game.deficit(0), 0);
@@ -562,11 +574,11 @@ mod tests {
         assert_eq!(begun(&mut game), 3);
         (0..3).for_each(|seat| game.turns.settle(seat, 30 * US, game.now));
         assert_eq!((game.deficit(0), begun(&mut game)), (-cost_of(90 * US), 2));
-        // Paid by rounds, it is not given back.
+        // Paid by rounds, it is not given back, and keeps no others back.
         for _ in 0..10 {
-            game.step(|_| (QUANTUM as u64, 10 * US));
+            game.step(|_| (QUANTUM as u64, 1000 * US));
         }
-        assert_eq!(game.deficit(0), 0);
+        assert_eq!((game.deficit(0), begun(&mut game)), (0, 3));
         game.turns.settle(0, 30 * US, game.now);
         assert_eq!(game.deficit(0), -cost_of(30 * US));
     }
@@ -574,7 +586,7 @@ mod tests {
     #[test]
     fn debts_are_paid_by_time_beside_requests_of_another_user() {
         let mut game = Game::of(&[1, 2]);
-        game.turns.settle(1, 30 * US, game.now);
+        game.turns.settle(1, 200 * US, game.now);
         game.now += 1000 * US;
         let start = game.now;
         game.turns.settle(0, 10_000 * US, game.now);
@@ -589,6 +601,21 @@ mod tests {
         game.turns.settle(0, 1000 * US, game.now);
         game.turns.settle(0, 10_000 * US, game.now + 100_000 * US);
         assert_eq!(game.turns.owes(0, game.now + 100_000 * US), None);
+    }
+
+    #[test]
+    fn short_operations_of_another_user_pay_for_little_other_work() {
+        let mut game = Game::of(&[1, 2]);
+        game.turns.charge(0, 64_000 * US);
+        for _ in 0..100 {
+            game.want(&[1]);
+            game.step(|_| (4096, 20 * US));
+            game.turns.rest(1, game.now, true);
+            game.now += 10 * US;
+        }
+        // 3 ms have passed, and not a hundred rounds.
+        let owed = -game.deficit(0) / cost_of(US);
+        assert!((60_000..62_000).contains(&owed), "{owed}");
     }
 
     #[test]

@@ -156,7 +156,7 @@ impl Running<'_> {
                 // What the queues' work has taken is paid for.
                 take_time();
                 self.alarm.sleep(self.calls.wait());
-                self.calls.make(|| socket::call(&self.function.call));
+                self.call();
                 // Kicks without work cost their user, and are looked after less often while it owes.
                 if !self.function.has_work() {
                     self.table.charge(self.seat, take_time());
@@ -175,10 +175,16 @@ impl Running<'_> {
     fn work(&mut self) -> bool {
         let mut worked = false;
         while !self.alarm.quit.load(Ordering::SeqCst) {
-            self.table.take_turn(self.seat);
+            let (table, seat) = (self.table.clone(), self.seat);
+            table.take_turn(seat, || self.call());
             let (mut clock, mut busy) = (StepClock::new(), 0);
             loop {
-                let Some(bytes) = self.step().or_else(|| self.hold(busy)) else {
+                let mut held = false;
+                let mut hold = |this: &mut Self| {
+                    held = true;
+                    this.hold(busy)
+                };
+                let Some(bytes) = self.step().or_else(|| hold(self)) else {
                     if busy > 0 {
                         self.table.spend(self.seat, &clock.ended(0));
                     }
@@ -188,7 +194,9 @@ impl Running<'_> {
                 let step = clock.ended(bytes);
                 worked = true;
                 busy += step.busy;
-                self.pace(step.busy, bytes);
+                if !held {
+                    self.pace(step.busy, bytes);
+                }
                 self.show();
                 if !self.table.spend(self.seat, &step) {
                     break;
@@ -210,6 +218,14 @@ impl Running<'_> {
             self.calls.make(|| socket::call(&self.function.call));
             Some(cost)
         })
+    }
+
+    /// Makes a call that is due, outside of a step. Returns after how many nanoseconds there may be another.
+    fn call(&mut self) -> u64 {
+        if let Some(took) = self.calls.make(|| socket::call(&self.function.call)) {
+            self.table.charge(self.seat, took);
+        }
+        self.calls.wait()
     }
 
     /// Keeps the turn of a client that has worked for some time in it, and has no more: for half of that at most.
@@ -252,10 +268,10 @@ struct Calls {
 }
 
 impl Calls {
-    /// Makes a call that is due.
-    fn make(&mut self, call: impl FnOnce()) {
+    /// Makes a call that is due, and returns how much of a processor it took.
+    fn make(&mut self, call: impl FnOnce()) -> Option<Duration> {
         if !self.are_due || now() < self.next {
-            return;
+            return None;
         }
         let before = thread_time();
         call();
@@ -263,6 +279,7 @@ impl Calls {
         let rest = if took > LONG_CALL { CALL_REST * took } else { Duration::ZERO };
         let rest = u64::try_from(rest.as_nanos()).unwrap_or(u64::MAX);
         *self = Self { are_due: false, next: now().saturating_add(rest) };
+        Some(took)
     }
 
     /// How long the worker may sleep.

@@ -58,7 +58,7 @@ impl Lane {
             lanes.push(Self { end: end as usize, hash, hashed: at as usize });
         };
         // The checksum of the buffer is that of its bytes in order.
-        if let Some(least) = least.filter(|_| !options.checksum) {
+        if let Some(least) = least.filter(|_| !options.checksum && ends.is_sorted()) {
             for (region, end) in ends.iter().enumerate() {
                 if end.saturating_sub(at) >= least && end.saturating_add(least) <= len {
                     add(at, *end, first..region + 1);

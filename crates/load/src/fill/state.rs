@@ -197,7 +197,8 @@ impl<'a, 'w> State<'a, 'w> {
         }
         progress.order.add(fragment);
         if self.hash_thread.runs() && progress.order.is_behind(self.hash_thread.leaves) {
-            self.hash_thread.hashable.notify_one();
+            // Of several lanes it may be the turn.
+            self.hash_thread.hashable.notify_all();
         }
     }
 

@@ -97,7 +97,8 @@ pub(super) enum ChunkMemory {
     InPlace(Fragment),
 }
 
-const PAGE: usize = 4096;
+/// The most that direct I/O asks for.
+const ALIGNED: usize = 64 << 10;
 
 /// Reads that have arrived in staging memory and wait to be sent on, at most.
 const AHEAD: usize = 8;
@@ -178,6 +179,7 @@ impl<'a> Supply<'a> {
         let (buffer, memory, end, extent) = loop {
             self.begin(&mut rest);
             let Rest { pages, begun, first, .. } = &mut *rest;
+            let lanes = if self.at_once > 1 { begun.len() } else { 0 };
             let Some(Cursor { buffer, extent, at, end }) = begun.front_mut() else { return Ok(Taken::Nothing) };
             let buffer = *buffer;
             let taken = match pages {
@@ -196,7 +198,7 @@ impl<'a> Supply<'a> {
                 Pages::Staging(_) if at >= end => None,
                 // As many reads may wait for their turn as are in flight, but a few. Reading further ahead would only
                 // push them out of the processor's cache.
-                Pages::Staging(_) if self.unsent.load(Ordering::Relaxed) >= self.ahead(depth) => {
+                Pages::Staging(_) if self.unsent.load(Ordering::Relaxed) >= self.ahead(depth, lanes) => {
                     return Ok(Taken::Later);
                 }
                 Pages::Staging(staging) => match self.in_place(buffer, *extent, *at, staging) {
@@ -207,8 +209,9 @@ impl<'a> Supply<'a> {
                         Some((*at, ChunkMemory::InPlace(Fragment { tag, slice })))
                     }
                     None => {
-                        // The first bytes of a lane that begins within a page are read alone: direct I/O reads none.
-                        let head = at.next_multiple_of(PAGE) - *at;
+                        // The first bytes of a lane that begins within a block are read alone: direct I/O needs what
+                        // follows at the place in memory that it has in the file.
+                        let head = if lanes > 0 { at.next_multiple_of(ALIGNED) - *at } else { 0 };
                         let len = if head > 0 { head.min(*end - *at) } else { *end - *at };
                         let taken = staging.take(len as u64, clocks);
                         let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
@@ -237,9 +240,9 @@ impl<'a> Supply<'a> {
         Ok(Taken::Chunk(Chunk { buffer, end, extents, memory }))
     }
 
-    /// Reads that may be in flight, or wait for their turn.
-    fn ahead(&self, depth: usize) -> usize {
-        (depth + depth.min(AHEAD)).max(2 * self.at_once)
+    /// Reads that may be in flight, or wait for their turn, of so many lanes.
+    fn ahead(&self, depth: usize, lanes: usize) -> usize {
+        (depth + depth.min(AHEAD)).max(2 * lanes)
     }
 
     /// Begins lanes until there are as many as are taken in turn.
@@ -339,7 +342,10 @@ mod tests {
                 assert!(fragment.end() == chunk.end && start < chunk.end);
                 let lane = lanes[buffer].partition_point(|end| *end <= start);
                 let first = lane.checked_sub(1).map_or(0, |before| lanes[buffer][before]);
-                assert!(chunk.end <= lanes[buffer][lane] && (start == first || start.is_multiple_of(4096)));
+                assert!(
+                    chunk.end <= lanes[buffer][lane]
+                        && (at_once == 1 || start == first || start.is_multiple_of(ALIGNED))
+                );
                 let [extent] = chunk.extents else { panic!("one extent") };
                 assert_eq!((extent.buffer, extent.to), (buffer, 0));
                 places.push((buffer, lane, start, chunk.end));
