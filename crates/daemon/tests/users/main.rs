@@ -300,13 +300,6 @@ fn touched(len: usize) -> OwnedFd {
     fd
 }
 
-/// Asks for mappings on many connections at once.
-fn map_much(path: &Path, connections: usize, len: usize) -> Vec<OwnedFd> {
-    let sockets: Vec<OwnedFd> = (0..connections).map(|_| opened(path).expect("a function")).collect();
-    assert!(sockets.iter().all(|socket| send_map(socket, len)));
-    sockets
-}
-
 /// Opens functions, and maps a number of bytes for each, until it has all or is refused. Prints how many there are,
 /// why there are no more, and how many the status shows.
 fn take(path: &Path, most: usize, mapped: usize) -> ! {
