@@ -12,6 +12,7 @@ use zerocopy::FromZeros;
 
 use crate::clock::{pin, time};
 use crate::job::{Job, PAGE, discrete};
+use crate::memory;
 use crate::peers;
 use crate::report::{Details, Report};
 use crate::subject::{Floor, Ours, Pool, Shape, Subject, check_mapped, pool_of, timed_map};
@@ -99,8 +100,7 @@ pub fn one(options: &One) -> Result<(), Box<dyn Error>> {
         FLOOR => Box::new(Floor::new(&job)),
         name => peers::all().into_iter().find(|peer| peer.name() == name).ok_or("no such variant")?,
     };
-    // The host of a virtual machine may have to find memory that its kernel has not used for a while.
-    drop(vec![1u8; job.leaves() as usize * 24]);
+    memory::find(job.leaves() as usize * 24);
     println!("{}", time(|| timed_map(subject.as_mut(), &job)));
     if options.check { check_mapped(subject.as_ref(), &job).map_err(Into::into) } else { Ok(()) }
 }

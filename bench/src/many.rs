@@ -17,6 +17,7 @@ use dmalane::{HostModel, OpenDevice};
 use twox_hash::XxHash3_64;
 
 use crate::late::Server;
+use crate::memory;
 use crate::mt19937::Mt19937;
 use crate::report::Report;
 
@@ -101,6 +102,10 @@ fn source(
     for round in 0..=options.rounds {
         for row in 0..samples.len() {
             let (folder, _server) = open()?;
+            if row == OTHERS {
+                // What is read goes to new memory.
+                memory::find(bytes as usize * 5 / 4);
+            }
             let begin = Instant::now();
             let (took, sum) = match row.checked_sub(OTHERS) {
                 None => match row.checked_sub(CATS.len()) {

@@ -17,6 +17,12 @@ pub fn of(arguments: &[&str]) -> Result<f64, Box<dyn Error>> {
     text.trim().parse().map_err(|_| format!("{arguments:?} printed {text:?}").into())
 }
 
+/// Has the kernel find so many bytes of memory, and gives them back: the host of a virtual machine may have taken what
+/// its kernel has not used for a while, and takes longer to give it again than what is measured.
+pub fn find(bytes: usize) {
+    drop(std::hint::black_box(vec![1u8; bytes]));
+}
+
 /// Bytes that no cache of the processor holds: twice those of the last one as the kernel says, whoever shares it, in
 /// multiples of 128 MiB, and 256 MiB at least.
 pub fn past_the_caches() -> usize {

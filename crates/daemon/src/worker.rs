@@ -179,12 +179,8 @@ impl Running<'_> {
             table.take_turn(seat, || self.call());
             let (mut clock, mut busy) = (StepClock::new(), 0);
             loop {
-                let mut held = false;
-                let mut hold = |this: &mut Self| {
-                    held = true;
-                    this.hold(busy)
-                };
-                let Some(bytes) = self.step().or_else(|| hold(self)) else {
+                let at_once = self.step();
+                let Some(bytes) = at_once.or_else(|| self.hold(busy)) else {
                     if busy > 0 {
                         self.table.spend(self.seat, &clock.ended(0));
                     }
@@ -194,7 +190,8 @@ impl Running<'_> {
                 let step = clock.ended(bytes);
                 worked = true;
                 busy += step.busy;
-                if !held {
+                // The time of another includes that for which it was waited.
+                if at_once.is_some() {
                     self.pace(step.busy, bytes);
                 }
                 self.show();

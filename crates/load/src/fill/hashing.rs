@@ -95,7 +95,8 @@ impl State<'_, '_> {
     /// it is in the processor's cache, and none while the device has no room. True when there was one.
     fn hash(&self, clocks: &mut Clocks) -> bool {
         let mut any = false;
-        while !self.device_is_full() && !self.stop.load(Ordering::Relaxed) {
+        // A job that was stopped has no use for the hashes of what stays.
+        while !self.device_is_full() && (self.device.is_some() || !self.stop.load(Ordering::Relaxed)) {
             let turn = lock(&self.progress).order.begin();
             let Some(Turn { at, mut hash, mut fragment, len }) = turn else { break };
             clocks.time(Stage::Checksum, || {
