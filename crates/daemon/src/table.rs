@@ -378,13 +378,19 @@ mod tests {
         assert!((0..100).any(gives_up));
     }
 
-    #[test]
-    fn who_owes_may_wait_for_long() {
+    /// Nobody gets a turn, and nobody pays.
+    fn of_two_users() -> Table {
         let table = Table::new().unwrap();
         for user in [1, 2] {
             table.sit(user, ClientStatus { client: user.into(), ..ClientStatus::new_zeroed() }).unwrap();
         }
         table.locked(|turns| turns.paused = 1);
+        table
+    }
+
+    #[test]
+    fn who_owes_may_wait_for_long() {
+        let table = of_two_users();
         table.charge(0, Duration::from_secs(60));
         let looks = AtomicU32::new(0);
         // As many times as twice as long would be no time that there is.
@@ -393,11 +399,7 @@ mod tests {
 
     #[test]
     fn who_waits_for_a_turn_does_other_things() {
-        let table = Table::new().unwrap();
-        for user in [1, 2] {
-            table.sit(user, ClientStatus { client: user.into(), ..ClientStatus::new_zeroed() }).unwrap();
-        }
-        table.locked(|turns| turns.paused = 1);
+        let table = of_two_users();
         let mut done = 0;
         table.take_turn(0, || {
             done += 1;

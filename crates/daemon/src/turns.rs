@@ -8,7 +8,7 @@
 //!
 //! The queues of a user with few operations in flight are empty until its client has seen that these ended. Rounds take
 //! no time then, and would pay at once whatever the others owe, so that these fill each gap, and the client has to wait
-//! for a processor. So in such a gap debts are paid by the time that passes, as between requests of another user. And
+//! for a processor. So in such a gap debts are paid by the time that passes, as are those of users who have no work. And
 //! who has worked for a while keeps its turn for a moment, and pays for that.
 //!
 //! Turns are for fairness, not for exclusion: who has a turn and neither spends nor ends it is passed over, since its
@@ -35,8 +35,6 @@ const MAX_DEBT: i64 = 60_000_000_000 * NANOSECOND_COST;
 const MAX_AHEAD: i64 = 1_000_000 * NANOSECOND_COST;
 /// A request counts as a debt of this, 500 us, until it has ended: of a user with many clients few begin at once.
 const REQUEST: i64 = 500_000 * NANOSECOND_COST;
-/// Shorter requests, such as for the status, do not count as work beside which others pay by time.
-const LONG_REQUEST: u64 = 100_000;
 /// A user whose last step is no longer ago than this may come back at any moment: its client may have to wait for a
 /// processor before it submits its next operation.
 const GAP: u64 = 5_000_000;
@@ -89,7 +87,7 @@ struct Share {
     deficit: i64,
     /// For requests that have begun; paid with debts, so that those that never end keep no others back for ever.
     pending: i64,
-    /// When the last step or request began and ended; 0 for none.
+    /// When the last step began and ended; 0 for none.
     began: u64,
     ended: u64,
     /// Bytes that the client that was last chosen had been served before.
@@ -315,9 +313,6 @@ impl Turns {
         self.look(now);
         let share = self.share_of(seat);
         share.pending = (share.pending - REQUEST).max(0);
-        if took >= LONG_REQUEST {
-            (share.began, share.ended) = (now.saturating_sub(took), now);
-        }
         self.charge(seat, took);
     }
 
@@ -379,41 +374,41 @@ impl Turns {
         }
         let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
         let (cursor, used) = (self.cursor as usize, self.end());
+        // Its own turn pays for nobody's debts.
+        let pays = |index: usize| if before != 0 && index == cursor { 0 } else { passed };
+        // Who waits for no turn has taken processors, for a request or before its work ended: time pays for that.
+        let nobody_waits = self.shares[..used].iter().all(|share| share.wanting == 0);
+        for (index, share) in self.shares[..used].iter_mut().enumerate().filter(|(_, share)| share.wanting == 0) {
+            share.earn(pays(index));
+            if nobody_waits {
+                share.deficit = share.deficit.max(-MAX_OTHER_COST);
+            }
+        }
+        let wants = |turns: &Self, i: &usize| turns.shares[*i].wanting > 0;
         for index in (cursor + 1..used).chain(0..used.min(cursor + 1)) {
-            // Who waits for no turn owes for other work than the card's: a short round of others is not worth as much.
-            let allowance = match self.shares[index].wanting {
-                _ if !worked && self.in_gap(index) => passed,
-                0 => passed.min(QUANTUM),
-                _ => QUANTUM,
-            };
-            let share = &mut self.shares[index];
-            share.earn(allowance);
-            if share.wanting > 0 && share.deficit > 0 {
-                return self.give(index, before, now);
+            if wants(self, &index) {
+                let allowance = if !worked && self.in_gap(index) { pays(index) } else { QUANTUM };
+                self.shares[index].earn(allowance);
+                if self.shares[index].deficit > 0 {
+                    return self.give(index, before, now);
+                }
             }
         }
-        // All owe: rounds in which nobody works take no time, but for those whose debts time pays. Where nobody has
-        // work at all, as many as pay everything.
-        let rounds = |i: usize| -self.shares[i].deficit / QUANTUM + 1;
-        let can = |turns: &Self, i: usize| turns.shares[i].wanting > 0 && !turns.in_gap(i);
-        let least = (0..used).filter(|i| can(self, *i)).map(rounds).min();
-        let pay = least.map_or(i64::MAX, |rounds| rounds * QUANTUM);
-        for index in 0..used {
-            if !self.in_gap(index) {
-                self.shares[index].earn(pay);
-            }
-        }
-        if let Some(next) = (0..used).find(|i| self.shares[*i].wanting > 0 && self.shares[*i].deficit > 0) {
+        // All owe: rounds in which nobody works take no time, but for those whose debts time pays.
+        let can: Vec<usize> = (0..used).filter(|i| wants(self, i) && !self.in_gap(*i)).collect();
+        let least = can.iter().map(|i| -self.shares[*i].deficit / QUANTUM + 1).min().unwrap_or(0);
+        can.iter().for_each(|i| self.shares[*i].earn(least * QUANTUM));
+        if let Some(next) = can.into_iter().find(|i| self.shares[*i].deficit > 0) {
             self.give(next, before, now);
         }
     }
 
-    /// A user owes, and another, with no work and few debts, has had a step or a request that ended shortly before this
-    /// one's last, or after it.
+    /// A user owes, and another, with neither work nor debts, has had a step that ended shortly before this one's last,
+    /// or after it.
     fn in_gap(&self, index: usize) -> bool {
         let share = &self.shares[index];
         let returns = |other: &Share| {
-            (other.clients > 0 && other.wanting == 0 && other.deficit >= -MAX_AHEAD)
+            (other.clients > 0 && other.wanting == 0 && other.deficit >= 0)
                 && (other.ended > 0 && other.ended + GAP > share.began)
         };
         share.deficit < 0 && self.shares[..self.end()].iter().enumerate().any(|(i, other)| i != index && returns(other))
@@ -584,28 +579,27 @@ mod tests {
     }
 
     #[test]
-    fn debts_are_paid_by_time_beside_requests_of_another_user() {
+    fn debts_for_requests_are_paid_by_time_beside_another_user() {
         let mut game = Game::of(&[1, 2]);
-        game.turns.settle(1, 200 * US, game.now);
-        game.now += 1000 * US;
         let start = game.now;
         game.turns.settle(0, 10_000 * US, game.now);
         while game.turns.owes(0, game.now).is_some() {
             game.now += 10 * US;
-            // The other one pays for little.
+            // However often somebody looks.
             assert_eq!(game.turns.owes(1, game.now), None);
         }
-        assert!((8_000..=10_000).contains(&((game.now - start) / US)), "{}", (game.now - start) / US);
-        // Beside nobody's, at once.
-        game.now += 2 * GAP + 10_000 * US;
-        game.turns.settle(0, 1000 * US, game.now);
-        game.turns.settle(0, 10_000 * US, game.now + 100_000 * US);
-        assert_eq!(game.turns.owes(0, game.now + 100_000 * US), None);
+        assert!((8_900..=9_100).contains(&((game.now - start) / US)), "{}", (game.now - start) / US);
+        // A step may have taken minutes; where nobody waits, no more than other work can cost is owed.
+        game.turns.share_of(0).owe(cost_of(60_000_000 * US));
+        assert!(game.turns.owes(0, game.now).is_some());
+        game.now += 64_000 * US;
+        assert_eq!(game.turns.owes(0, game.now), None);
     }
 
     #[test]
     fn short_operations_of_another_user_pay_for_little_other_work() {
         let mut game = Game::of(&[1, 2]);
+        game.turns.look(game.now);
         game.turns.charge(0, 64_000 * US);
         for _ in 0..100 {
             game.want(&[1]);

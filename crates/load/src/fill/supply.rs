@@ -60,7 +60,7 @@ enum Pages<'a> {
     Staging(&'a mut Staging),
 }
 
-/// What is left of a lane.
+/// The rest of a lane.
 struct Cursor {
     buffer: usize,
     /// The extent with which its next chunk begins.
