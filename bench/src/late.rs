@@ -206,8 +206,10 @@ impl Files {
 
 impl Filesystem for Files {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> std::io::Result<()> {
-        // Several names of a folder at a time.
-        config.add_capabilities(InitFlags::FUSE_PARALLEL_DIROPS).map_err(|_| std::io::ErrorKind::Unsupported.into())
+        let unsupported = |_| std::io::ErrorKind::Unsupported;
+        // Several names of a folder at a time, and reads of a loop device.
+        config.add_capabilities(InitFlags::FUSE_PARALLEL_DIROPS | InitFlags::FUSE_ASYNC_DIO).map_err(unsupported)?;
+        config.set_max_background(1024).map(drop).map_err(|_| std::io::ErrorKind::Unsupported.into())
     }
 
     fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {

@@ -5,6 +5,7 @@ mod bar_map;
 mod binders;
 mod buffers;
 mod clock;
+mod cores;
 mod cuda;
 mod daemon;
 mod fresh;
@@ -75,6 +76,11 @@ enum Bench {
     Overlap(overlap::Options),
     /// Models of many files, cached and served late, beside threads that read the same files
     Many(many::Options),
+    /// A cached file by several workers, and a model of more processors
+    Cores(cores::Options),
+    /// Reads of cores, to be counted by strace
+    #[command(hide = true)]
+    OneCores(cores::One),
     /// Files of many small tensors, loaded beside files of one
     Tensors(tensors::Options),
     /// A cached file into memory that nobody has touched: loaded, beside a read and a copy
@@ -145,6 +151,8 @@ fn main() -> ExitCode {
         Bench::Slow(options) => slow::run(&options),
         Bench::Overlap(options) => overlap::run(&options),
         Bench::Many(options) => many::run(&options),
+        Bench::Cores(options) => cores::run(&options),
+        Bench::OneCores(options) => return done(cores::one(&options)),
         Bench::Tensors(options) => tensors::run(&options),
         Bench::Fresh(options) => fresh::run(&options),
         Bench::Keep(options) => keep::run(&options),

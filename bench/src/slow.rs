@@ -1,13 +1,15 @@
 //! Files of a source with latency: read and loaded, beside the best of raw reads at several depths.
 //!
-//! A FUSE server of ours answers each request a given time after it came, at a given rate in all. Rows take turns,
-//! round by round; what was read is compared with what the server gives.
+//! A FUSE server of ours answers each request a given time after it came, at a given rate in all. A block device over
+//! one of its files answers as late. Rows take turns, round by round; what was read is compared with what the server
+//! gives.
 
 use std::error::Error;
 use std::fs::File;
 use std::hash::Hasher;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -44,7 +46,7 @@ pub struct Options {
     rounds: usize,
 }
 
-fn contents(size: u64) -> Vec<u8> {
+pub(crate) fn contents(size: u64) -> Vec<u8> {
     let mut random = Mt19937::new(1);
     (0..size.div_ceil(4)).flat_map(|_| random.number().to_le_bytes()).take(size as usize).collect()
 }
@@ -59,12 +61,62 @@ pub fn run(options: &Options) -> Result<Report> {
     let files = tempfile::tempdir()?;
     let bytes = contents(options.size);
     std::fs::write(files.path().join("f"), &bytes)?;
+    let right = XxHash3_64::oneshot(&bytes);
+    drop(bytes);
+    let image = Disk::image(files.path(), options.size);
     for latency in &options.latency {
         let server = Server::start(files.path(), Duration::from_secs_f64(latency / 1e3), options.rate, false)?;
-        let right = XxHash3_64::oneshot(&bytes);
         source(&format!("FUSE, {latency} ms"), &server.path().join("f"), right, options, &mut report)?;
+        match image.as_ref().map_err(ToString::to_string).and_then(|image| Disk::new(&server.path().join(image))) {
+            Ok(disk) => {
+                source(&format!("disk, {latency} ms"), &disk.folder.path().join("f"), right, options, &mut report)?
+            }
+            Err(why) => report.say(format!("no block device: {why}")),
+        }
     }
     Ok(report)
+}
+
+/// A file system on a loop device over a file of the server.
+struct Disk {
+    device: String,
+    folder: tempfile::TempDir,
+}
+
+impl Disk {
+    /// Makes a file in this folder with a file system that holds the others, and returns its name.
+    fn image(files: &Path, size: u64) -> std::result::Result<PathBuf, String> {
+        let (made, kib) = (files.with_extension("disk"), ((size + size / 16) >> 10) + (16 << 10));
+        let mut mkfs = Command::new("mkfs.ext4");
+        mkfs.args(["-q", "-F", "-O", "^has_journal", "-d"]).arg(files).arg(&made).arg(format!("{kib}k"));
+        said(&mut mkfs)?;
+        std::fs::rename(&made, files.join("disk")).map_err(|e| e.to_string())?;
+        Ok("disk".into())
+    }
+
+    fn new(image: &Path) -> std::result::Result<Self, String> {
+        let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
+        let mut losetup = Command::new("losetup");
+        let device = said(losetup.args(["--find", "--show", "--read-only", "--direct-io=on"]).arg(image))?;
+        let disk = Self { device: device.trim().to_owned(), folder };
+        said(Command::new("mount").args(["-t", "ext4", "-o", "ro", &disk.device]).arg(disk.folder.path()))?;
+        Ok(disk)
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = said(Command::new("umount").arg(self.folder.path()));
+        let _ = said(Command::new("losetup").args(["--detach", &self.device]));
+    }
+}
+
+/// What a program prints, or why it failed.
+fn said(command: &mut Command) -> std::result::Result<String, String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().map_err(|e| format!("{name}: {e}"))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
 /// The rows of a source.
@@ -78,7 +130,7 @@ fn source(case: &str, path: &Path, right: u64, options: &Options, report: &mut R
             forget(path)?;
             let begin = Instant::now();
             let (took, hash) = match row.checked_sub(DEPTHS.len()) {
-                None => raw(path, options.size, DEPTHS[row], &heap)?,
+                None => raw(path, options.size, DEPTHS[row], &heap, true)?,
                 Some(0) => {
                     let read = alloc_and_read(&heap, &File::open(path)?, .., &ReadOptions::default())?;
                     (begin.elapsed(), hash_of(read.buffer.shared()))
@@ -118,10 +170,10 @@ fn source(case: &str, path: &Path, right: u64, options: &Options, report: &mut R
     Ok(())
 }
 
-/// Direct reads by as many threads, into memory that was touched before.
-pub(crate) fn raw(path: &Path, size: u64, depth: usize, heap: &Pool) -> Result<(Duration, u64)> {
+/// Reads by as many threads, into memory that was touched before.
+pub(crate) fn raw(path: &Path, size: u64, depth: usize, heap: &Pool, direct: bool) -> Result<(Duration, u64)> {
     let mut rest = heap.allocate(size as usize)?.share().into_slice();
-    let file = File::options().read(true).custom_flags(O_DIRECT).open(path)?;
+    let file = File::options().read(true).custom_flags(if direct { O_DIRECT } else { 0 }).open(path)?;
     let begin = Instant::now();
     let mut slices = Vec::new();
     while let Some(slice) = rest.split_off_front(BLOCK.min(rest.len())).filter(|slice| !slice.is_empty()) {
@@ -151,7 +203,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no panic")
 }
 
-fn hash_of(buf: &SharedBuf) -> u64 {
+pub(crate) fn hash_of(buf: &SharedBuf) -> u64 {
     let mut bytes = vec![0; BLOCK];
     let (view, mut hash) = (buf.as_volatile_slice(), XxHash3_64::new());
     for at in (0..view.len()).step_by(BLOCK) {

@@ -8,7 +8,7 @@
 //!
 //! The queues of a user with few operations in flight are empty until its client has seen that these ended. Rounds take
 //! no time then, and would pay at once whatever the others owe, so that these fill each gap, and the client has to wait
-//! for a processor. So in such a gap debts are paid by the time that passes, as are those of users who have no work. And
+//! for a processor. So in such a gap debts are paid by the time that passes, as are those of users without work. And
 //! who has worked for a while keeps its turn for a moment, and pays for that.
 //!
 //! Turns are for fairness, not for exclusion: who has a turn and neither spends nor ends it is passed over, since its

@@ -13,9 +13,9 @@ use dmalane_dma::Registrar;
 use dmalane_queue::Queue;
 
 use crate::difference::{Difference, Problem};
-use crate::engine::{describe, workers};
+use crate::engine::{describe, queues};
 use crate::error::Error;
-use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Sink, Staging};
+use crate::fill::{self, Digest, Event, FillOptions, HashRegions, Job, Sink, Staging, Workers};
 use crate::input::Input;
 
 /// Bytes of a staging buffer.
@@ -85,8 +85,9 @@ pub(crate) fn digest<S: Queue<Addr = FileOffset>>(
         _ => ControlFlow::Continue(()),
     };
     let job = Job::whole(lens);
-    let result =
-        fill::run(Instant::now(), Sink::Staging(&mut staging, None), &job, &mut workers(inputs), &options, &mut watch);
+    let (mut queues, late) = queues(inputs);
+    let (sink, workers) = (Sink::Staging(&mut staging, None), Workers { queues: &mut queues, all: false, late });
+    let result = fill::run(Instant::now(), sink, &job, workers, &options, &mut watch);
     let done = result.map_err(|error| describe(error, |file| (inputs[file].source.path.clone(), None)))?;
     Ok(done.hashes.into_iter().map(|hashes| hashes.digests).collect())
 }

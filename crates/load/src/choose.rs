@@ -13,8 +13,10 @@ const DIRECT_FROM: u64 = 64 << 10;
 const MOSTLY: f64 = 7.0 / 8.0;
 /// Below this, starting a thread costs more than it saves.
 const WORKERS_FROM: u64 = 32 << 20;
-/// More workers than this do not help: they share the memory.
-const WORKERS: usize = 4;
+/// Each worker of many has as much to do.
+const EACH: u64 = 8 << 20;
+/// Workers that are tried, at most.
+const WORKERS: usize = 32;
 
 /// How a part of a file is read.
 pub(crate) struct Choice {
@@ -44,10 +46,10 @@ impl Choice {
     }
 }
 
-/// Workers that copy `copied` bytes out of the page cache.
+/// Workers that copy `copied` bytes out of the page cache, at most: measuring finds how many help.
 pub(crate) fn workers(copied: u64) -> usize {
     match copied >= WORKERS_FROM {
-        true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(WORKERS),
+        true => std::thread::available_parallelism().map_or(1, usize::from).min((copied / EACH) as usize).min(WORKERS),
         false => 1,
     }
 }

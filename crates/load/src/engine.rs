@@ -10,8 +10,9 @@ use crate::error::Error;
 use crate::fill::FillError;
 use crate::input::Input;
 
-/// A worker for each queue that every input has.
-pub(crate) fn workers<S>(inputs: &mut [Input<S>]) -> Vec<Vec<&mut S>> {
+/// Those of a worker for each queue that every input has, and whether any of these has latency.
+pub(crate) fn queues<S>(inputs: &mut [Input<S>]) -> (Vec<Vec<&mut S>>, bool) {
+    let late = inputs.iter().any(|input| input.source.is_late());
     let more = inputs.iter().map(|input| input.more.len()).min().unwrap_or(0);
     let mut workers: Vec<Vec<&mut S>> = (0..=more).map(|_| Vec::new()).collect();
     for input in inputs {
@@ -19,7 +20,7 @@ pub(crate) fn workers<S>(inputs: &mut [Input<S>]) -> Vec<Vec<&mut S>> {
             worker.push(queue);
         }
     }
-    workers
+    (workers, late)
 }
 
 /// An error of the engine with the file and the tensor that it is about. `about` returns the path and the contents of a

@@ -7,12 +7,14 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use dmalane_file::FileHandle;
 use rustix::io::Errno;
 
 use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
+use crate::fill::LATE;
 use crate::kept::KeptFile;
 use crate::set::SetFile;
 
@@ -31,7 +33,12 @@ pub struct OpenFile {
     /// The memory that holds it.
     pub(crate) kept: Option<Arc<KeptFile>>,
     pub(crate) parsed: OnceLock<Arc<Model>>,
+    /// Reading its header took longer than a local disk does.
+    is_late: OnceLock<()>,
 }
+
+/// A header takes less time for each of its tensors.
+const TENSOR: Duration = Duration::from_micros(10);
 
 impl OpenFile {
     /// A file that is open already, and its name in messages.
@@ -72,7 +79,15 @@ impl OpenFile {
 
     pub(crate) fn of_handle(handle: FileHandle) -> Self {
         let path = handle.path().to_owned();
-        Self { path, handle, listed: None, is_selected: false, kept: None, parsed: OnceLock::new() }
+        Self {
+            path,
+            handle,
+            listed: None,
+            is_selected: false,
+            kept: None,
+            parsed: OnceLock::new(),
+            is_late: OnceLock::new(),
+        }
     }
 
     /// The file, opened again if it was closed.
@@ -110,6 +125,11 @@ impl OpenFile {
     /// Whether only some of its tensors count.
     pub fn is_selected(&self) -> bool {
         self.is_selected
+    }
+
+    /// Whether the source was seen to have latency.
+    pub(crate) fn is_late(&self) -> bool {
+        self.is_late.get().is_some()
     }
 
     /// Bytes in it now.
@@ -171,8 +191,11 @@ impl OpenFile {
         if let Some(model) = self.parsed.get() {
             return Ok(model);
         }
-        let (file, len) = (self.file()?, self.size()?);
+        let (file, len, begun) = (self.file()?, self.size()?, Instant::now());
         let model = container::parse(&ContainerFile::new(&self.path, &file, len))?;
+        if begun.elapsed().saturating_sub(TENSOR * model.tensors.len() as u32) >= LATE {
+            self.is_late.get_or_init(|| ());
+        }
         Ok(self.parsed.get_or_init(|| Arc::new(model)))
     }
 }

@@ -10,9 +10,9 @@ use dmalane_queue::Queue;
 
 use crate::clock::Clocks;
 use crate::device::{Loaded, LoadedFile, OpenDevice};
-use crate::engine::workers;
+use crate::engine::queues;
 use crate::error::Error;
-use crate::fill::{self, Event, FillError, FillOptions, Filled, Job, Sink, Targets, ToDevice, Watch};
+use crate::fill::{self, Event, FillError, FillOptions, Filled, Job, Sink, Targets, ToDevice, Watch, Workers};
 use crate::input::Input;
 use crate::manifest::{Compared, Manifest, check, hash_regions, whole};
 use crate::open_file::OpenFile;
@@ -111,10 +111,11 @@ impl OpenDevice {
         (targets, limit): (&dyn Targets, u64),
         sources: &[OpenFile],
         job: &Job,
-        workers: &mut [Vec<S>],
+        workers: Workers<'_, S>,
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
+        let start = Instant::now();
         self.register_kept(sources.iter(), job, &mut Clocks::default());
         let Self { queue, info, staging, .. } = self;
         // Of full length at once, so that they are registered once, however small what is read first is.
@@ -122,7 +123,8 @@ impl OpenDevice {
         staging.keep_within(limit);
         fill::ask(staging.to_come(u64::MAX), "the staging buffers")?;
         let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
-        let filled = fill::fill(Sink::Staging(staging, Some(to)), job, workers, options, watch);
+        let filled = fill::run(start, Sink::Staging(staging, Some(to)), job, workers, options, watch);
+        let filled = filled.map(|done| done.filled(start, job));
         self.staging.in_place.clear();
         if filled.is_err() {
             // Slots may be incomplete now.
@@ -205,9 +207,9 @@ impl OpenDevice {
             _ => ControlFlow::Continue(()),
         };
         let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets: places };
-        let mut workers = workers(inputs);
-        let count = workers.len();
-        let result = fill::run(start, Sink::Staging(staging, Some(to)), job, &mut workers, &options, &mut watch);
+        let (mut queues, late) = queues(inputs);
+        let workers = Workers { queues: &mut queues, all: false, late };
+        let result = fill::run(start, Sink::Staging(staging, Some(to)), job, workers, &options, &mut watch);
         self.staging.in_place.clear();
         if let Some(error) = failed {
             return Err(error);
@@ -220,6 +222,6 @@ impl OpenDevice {
             (file.checksum, file.digests) = (hashes.checksum, hashes.digests);
         }
         done.clocks.add(binds);
-        Ok((done.clocks, count, transfers, job.bytes()))
+        Ok((done.clocks, done.workers, transfers, job.bytes()))
     }
 }

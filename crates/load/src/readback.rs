@@ -13,9 +13,9 @@ use twox_hash::XxHash3_64;
 
 use crate::device::{JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 use crate::difference::Difference;
-use crate::engine::workers;
+use crate::engine::queues;
 use crate::error::Error;
-use crate::fill::{self, Digest, Event, FillError, FillOptions, Sink, ToDevice, broken};
+use crate::fill::{self, Digest, Event, FillError, FillOptions, Sink, ToDevice, Workers, broken};
 use crate::input::Input;
 use crate::manifest::Manifest;
 use crate::parts::{Places, Runs, add_run};
@@ -113,7 +113,9 @@ impl OpenDevice {
         let FillOptions { block, timeout, .. } = options.fill;
         let options = FillOptions { block, timeout, ..FillOptions::default() };
         let sink = Sink::Staging(staging, Some(to));
-        let Err(error) = fill::run(start, sink, job, &mut workers(inputs), &options, &mut watch) else {
+        let (mut queues, late) = queues(inputs);
+        let workers = Workers { queues: &mut queues, all: false, late };
+        let Err(error) = fill::run(start, sink, job, workers, &options, &mut watch) else {
             return Ok(start.elapsed());
         };
         self.staging.clear();

@@ -10,7 +10,7 @@ use dmalane_queue::Queue;
 use crate::device::OpenDevice;
 use crate::engine::describe;
 use crate::error::Error;
-use crate::fill::{self, FillOptions, Sink};
+use crate::fill::{self, FillOptions, Sink, Workers};
 use crate::input::Input;
 use crate::manifest::Manifest;
 use crate::parts::Parts;
@@ -49,12 +49,13 @@ impl OpenDevice {
         let job = Parts::new(wanted).first(READ_AT_MOST);
         let start = Instant::now();
         self.staging.prepare(job.buffers.iter().copied().max().unwrap_or(0));
-        let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
+        let mut queues = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
+        let workers = Workers { queues: &mut queues, all: true, late: false };
         let FillOptions { block, timeout, .. } = self.options.fill;
         let options = FillOptions { block, timeout, ..FillOptions::default() };
         let sink = Sink::Staging(&mut self.staging, None);
         let mut go = |_| ControlFlow::Continue(());
-        if let Err(error) = fill::run(start, sink, &job, &mut workers, &options, &mut go) {
+        if let Err(error) = fill::run(start, sink, &job, workers, &options, &mut go) {
             // Slots that were in flight are incomplete: new ones are made next time.
             self.staging.clear();
             return Err(describe(error, |file| (inputs[file].source.path.clone(), None)));

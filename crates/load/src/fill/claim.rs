@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use dmalane_dma::{Absent, BufferSlice, lock};
+use dmalane_dma::{Absent, BufferSlice};
 
 use super::error::{Failed, FillError};
 use super::fragment::{Fragment, Read, Tag};
@@ -19,6 +19,8 @@ impl State<'_, '_> {
     /// Takes the next chunk, makes it present and cuts it into reads: none where its bytes were in memory already. The
     /// worker has at most `depth` reads in flight.
     pub fn claim(&self, depth: usize, clocks: &mut Clocks) -> Taken<Vec<Read>> {
+        // Of staging memory, each worker has a slot at least.
+        let depth = depth.max(self.crew.at_work());
         let claimed = self.supply.take(depth, self.device_is_full(), clocks).and_then(|taken| match taken {
             Taken::Chunk(chunk) => self.begin(chunk, clocks).map(Taken::Chunk),
             Taken::Later => Ok(Taken::Later),
@@ -87,7 +89,7 @@ impl State<'_, '_> {
         let at = e.at + (offset as u64 - e.to);
         let begin = Instant::now();
         let slice = clocks.time(Stage::Read, || cached.fill(absent, e.source, at, len))?;
-        lock(&self.progress).first_read.get_or_insert(begin);
+        self.first_read.get_or_init(|| begin);
         clocks.bytes(Stage::Read, len as u64);
         Ok((slice, len))
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const FIRST: usize = 4;
 /// Where nothing of the first reads has come for so long, the source has latency, as those behind networks have, and as
 /// many as may be are in flight at once: to find that number takes several times as long. Local disks are faster.
-const LATE: Duration = Duration::from_millis(10);
+pub(crate) const LATE: Duration = Duration::from_millis(10);
 /// Bytes in flight, at most.
 const BYTES: u64 = 128 << 20;
 /// Four times as many reads are tried after a turn in which the worker did hardly anything but wait, and as long as the
@@ -47,13 +47,18 @@ pub(super) struct Depth {
 
 impl Depth {
     /// `asked` reads, or as many as measuring finds, of `block` bytes; a queue takes `capacity`. `copies` come out of
-    /// the page cache: one at first.
-    pub fn new(asked: Option<usize>, block: u64, capacity: usize, copies: bool) -> Self {
+    /// the page cache: one at first. `late`: the source was seen to have latency.
+    pub fn new(asked: Option<usize>, block: u64, capacity: usize, copies: bool, late: bool) -> Self {
         let (first, capacity) = (if copies { 1 } else { FIRST }, capacity.max(1));
         let limit = asked.unwrap_or(first).clamp(1, capacity);
         let most = asked.unwrap_or((BYTES / block.max(1)) as usize).clamp(limit, capacity);
         let (rest, idle) = ([0, REST[0]], Duration::ZERO);
-        Self { limit, most, fewer: None, rest, began: Instant::now(), reads: 0, bytes: 0, idle, is_new: !copies }
+        let mut depth =
+            Self { limit, most, fewer: None, rest, began: Instant::now(), reads: 0, bytes: 0, idle, is_new: !copies };
+        if late {
+            depth.late();
+        }
+        depth
     }
 
     /// Reads that may be in flight.
@@ -74,8 +79,14 @@ impl Depth {
     /// The worker had nothing to do but to wait.
     pub fn waited(&mut self, time: Duration) {
         self.idle += time;
-        if self.is_new && self.idle >= LATE && self.limit < self.most {
-            // After a turn in which the worker hardly waits it is as before.
+        if self.idle >= LATE {
+            self.late();
+        }
+    }
+
+    /// The source has latency: all reads at once, but after a turn in which the worker hardly waits it is as before.
+    fn late(&mut self) {
+        if self.is_new && self.limit < self.most {
             self.fewer = Some((std::mem::replace(&mut self.limit, self.most), 0.0));
         }
     }
@@ -144,7 +155,7 @@ mod tests {
     }
 
     fn new(capacity: usize) -> Depth {
-        Depth::new(None, BLOCK, capacity, false)
+        Depth::new(None, BLOCK, capacity, false, false)
     }
 
     #[test]
@@ -155,6 +166,10 @@ mod tests {
             let (took, limit) = read(new(64), latency, each, reads);
             assert!(took < best * 10 / 9, "{latency:?}: {took:?}, at best {best:?}, {limit} in flight");
         }
+        // What was seen to have latency loses nothing.
+        let (latency, each) = (20_000 * US, 1400 * US);
+        let (took, limit) = read(Depth::new(None, BLOCK, 64, false, true), latency, each, 128);
+        assert!(took < (latency + each * 128) * 101 / 100 && limit == 64, "{took:?}, {limit} in flight");
     }
 
     #[test]
@@ -175,10 +190,10 @@ mod tests {
         let far = Duration::from_secs(1);
         assert_eq!(read(new(8), far, US, 100).1, 8);
         assert_eq!(read(new(4096), far, US, 1000).1, 64);
-        assert_eq!(read(Depth::new(Some(3), BLOCK, 64, false), far, US, 100).1, 3);
-        assert_eq!(read(Depth::new(Some(100), BLOCK, 64, false), far, US, 100).1, 64);
-        assert_eq!(read(Depth::new(None, u64::MAX, 64, true), far, US, 100).1, 1);
-        assert_eq!(read(Depth::new(None, BLOCK, 64, true), far, US, 200).1, 64);
+        assert_eq!(read(Depth::new(Some(3), BLOCK, 64, false, true), far, US, 100).1, 3);
+        assert_eq!(read(Depth::new(Some(100), BLOCK, 64, false, false), far, US, 100).1, 64);
+        assert_eq!(read(Depth::new(None, u64::MAX, 64, true, false), far, US, 100).1, 1);
+        assert_eq!(read(Depth::new(None, BLOCK, 64, true, false), far, US, 200).1, 64);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! How many threads of a job hash, and how much they leave to workers.
 
 use std::sync::Condvar;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::hash::Hasher;
 use super::options::FillOptions;
@@ -20,6 +20,8 @@ pub(super) struct HashThreads {
     pub hashable: Condvar,
     /// A fragment was hashed and handed on.
     pub handed_on: Condvar,
+    /// Fragments that were; changed with the lock alone.
+    pub handed: AtomicU64,
 }
 
 /// Fewer bytes than this are hashed sooner than a thread has started.
@@ -61,7 +63,13 @@ impl HashThreads {
         // Only a worker that waits for the disk has time to hash: several copy, and SHA-256 takes longer than the disk.
         // A device waits for what is hashed.
         let leaves = if waits && !options.takes_sha256() && options.hash_thread.is_none() { LEAVES } else { 0 };
-        Self { count: AtomicUsize::new(count), leaves, hashable: Condvar::new(), handed_on: Condvar::new() }
+        Self {
+            count: AtomicUsize::new(count),
+            leaves,
+            hashable: Condvar::new(),
+            handed_on: Condvar::new(),
+            handed: AtomicU64::new(0),
+        }
     }
 
     pub fn count(&self) -> usize {

@@ -53,7 +53,7 @@ impl State<'_, '_> {
 
     /// Fragments that were hashed and handed on until now, for [`State::pause`].
     pub fn handed_on(&self) -> u64 {
-        if self.hash_thread.runs() { lock(&self.progress).handed_on } else { 0 }
+        self.hash_thread.handed.load(Ordering::Relaxed)
     }
 
     /// Waits a little for another thread: until it has handed on a fragment more than `seen`, if it hashes.
@@ -62,7 +62,7 @@ impl State<'_, '_> {
             return std::thread::sleep(PAUSE);
         }
         let progress = lock(&self.progress);
-        if progress.handed_on == seen {
+        if self.handed_on() == seen {
             drop(self.hash_thread.handed_on.wait_timeout(progress, PAUSE));
         }
     }
@@ -107,12 +107,17 @@ impl State<'_, '_> {
                 }
             });
             clocks.bytes(Stage::Checksum, len as u64);
-            lock(&self.progress).order.end(at, fragment.end(), hash);
-            self.send(fragment);
+            let sent = {
+                let mut progress = lock(&self.progress);
+                progress.order.end(at, fragment.end(), hash);
+                self.keep_hashed(&mut progress, fragment)
+            };
+            sent.into_iter().for_each(|fragment| self.send(fragment));
             any = true;
             if self.device.is_some() {
                 if self.hash_thread.runs() {
-                    lock(&self.progress).handed_on += 1;
+                    let _progress = lock(&self.progress);
+                    self.hash_thread.handed.fetch_add(1, Ordering::Relaxed);
                     self.hash_thread.handed_on.notify_all();
                 }
                 break;

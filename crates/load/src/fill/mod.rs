@@ -14,9 +14,10 @@
 //!
 //! In the order in which these modules use each other: `job`, `options` and `error`; `memory` and `landing` places;
 //! `fragment`; `sink`; the `supply` of memory, the `order` of hashing, and `progress`, which `state` joins; what is
-//! done with it, `claim` and `hashing`; `depth`; `worker`.
+//! done with it, `claim` and `hashing`; how much at once, `depth` and `crew`; `worker`.
 
 mod claim;
+mod crew;
 mod depth;
 mod error;
 mod filled;
@@ -46,6 +47,7 @@ use crate::clock::Clocks;
 use state::State;
 use worker::Worker;
 
+pub(crate) use depth::LATE;
 pub use error::FillError;
 pub(crate) use error::broken;
 pub use filled::{FillReport, Filled, FilledBuf};
@@ -75,8 +77,18 @@ pub fn fill<'a, S: Queue<Addr = FileOffset>>(
     watch: &'a mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
-    let done = run(start, sink, job, workers, options, watch)?;
-    Ok(done.filled(start, job, workers.len()))
+    let workers = Workers { queues: workers, all: true, late: false };
+    Ok(run(start, sink, job, workers, options, watch)?.filled(start, job))
+}
+
+/// Those who do a job.
+pub(crate) struct Workers<'w, S> {
+    /// A set of queues for each.
+    pub queues: &'w mut [Vec<S>],
+    /// All of them work; else as many as make the bytes come faster.
+    pub all: bool,
+    /// A source was seen to have latency.
+    pub late: bool,
 }
 
 /// As [`fill`], of a job that began at `start`.
@@ -84,16 +96,16 @@ pub(crate) fn run<'a, S: Queue<Addr = FileOffset>>(
     start: Instant,
     sink: Sink<'a>,
     job: &'a Job,
-    workers: &mut [Vec<S>],
+    Workers { queues: workers, all, late }: Workers<'_, S>,
     options: &'a FillOptions,
     watch: &'a mut Watch<'_>,
 ) -> Result<Done, FillError> {
     let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
-    let state = State::new(start, sink, job, (workers.len(), sources), options, watch)?;
+    let state = State::new(start, sink, job, (workers.len(), all, sources, late), options, watch)?;
     let (first, others) = workers.split_first_mut().expect("at least one worker");
     let clocks = |name: String| Clocks::recording(&name, options.epoch(start));
     let clocks = if others.is_empty() && !state.hash_thread.runs() {
-        let clocks = Worker::new(&state, first, clocks("worker 0".to_owned())).run();
+        let clocks = Worker::new(&state, (first, 0), clocks("worker 0".to_owned())).run();
         state.drain(clocks)
     } else {
         std::thread::scope(|scope| {
@@ -108,15 +120,16 @@ pub(crate) fn run<'a, S: Queue<Addr = FileOffset>>(
                 state.hash_thread.leave_out();
             }
             let done = NothingComes(state);
-            let named = |(queues, i)| (queues, clocks(format!("worker {i}")));
+            let named = |(queues, i)| ((queues, i), clocks(format!("worker {i}")));
             let threads: Vec<_> = others
                 .iter_mut()
+                .map(Vec::as_mut_slice)
                 .zip(1..)
                 .map(named)
                 .map(|(queues, clocks)| move || Worker::new(state, queues, clocks).run())
                 .map_while(|work| Builder::new().spawn_scoped(scope, work).ok())
                 .collect();
-            let mut clocks = Worker::new(state, first, clocks("worker 0".to_owned())).run();
+            let mut clocks = Worker::new(state, (first, 0), clocks("worker 0".to_owned())).run();
             let add = |clocks: &mut Clocks, thread: std::thread::ScopedJoinHandle<'_, Clocks>| match thread.join() {
                 Ok(other) => clocks.add(other),
                 Err(panic) => std::panic::resume_unwind(panic),

@@ -1,6 +1,4 @@
-//! How far a job is: bytes that have arrived, were hashed and handed on, and the first failure.
-
-use std::time::Instant;
+//! How far a job is: bytes that have arrived and were hashed, and the first failure.
 
 use super::error::{Failed, FillError};
 use super::job::Job;
@@ -14,13 +12,10 @@ pub(super) struct Progress {
     pub done: u64,
     /// Bytes that have arrived and that the device does not have yet.
     pub undelivered: u64,
-    /// Fragments that were hashed and handed on.
-    pub handed_on: u64,
     /// Nothing will have to be hashed any more.
     pub nothing_comes: bool,
     /// The failure that lies first.
     failed: Option<Failed>,
-    pub first_read: Option<Instant>,
 }
 
 impl Progress {
@@ -29,10 +24,8 @@ impl Progress {
             order: Order::new(&job.buffers, options, lanes),
             done: 0,
             undelivered: 0,
-            handed_on: 0,
             nothing_comes: false,
             failed: None,
-            first_read: None,
         }
     }
 

@@ -2,12 +2,13 @@
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{SharedBuf, lock};
 
+use super::crew::Crew;
 use super::error::{Failed, FillError, broken};
 use super::filled::{FillReport, Filled, FilledBuf};
 use super::fragment::{Fragment, Tag};
@@ -36,6 +37,10 @@ pub(super) struct State<'a, 'w> {
     pub cached: Option<&'a dyn FillCached>,
     /// Reads are copies out of the page cache into memory that stays, and not the disk's work.
     pub copies: bool,
+    /// The sources have latency.
+    pub late: bool,
+    pub crew: Crew,
+    pub first_read: OnceLock<Instant>,
     pub progress: Mutex<Progress>,
     pub hash_thread: HashThreads,
     pub device: Option<DeviceSink<'a>>,
@@ -50,18 +55,20 @@ pub(crate) struct Done {
     pub hashes: Vec<Hashes>,
     pub first_read: Option<Instant>,
     pub recycled: bool,
+    /// Workers that took part in the end.
+    pub workers: usize,
     pub clocks: Clocks,
 }
 
 impl Done {
     /// The buffers of a job that began at `start`, and its report; of staging memory, the hashes of what passed it.
-    pub fn filled(mut self, start: Instant, job: &Job, workers: usize) -> Filled {
+    pub fn filled(mut self, start: Instant, job: &Job) -> Filled {
         let report = FillReport {
             bytes: job.bytes(),
             wall: start.elapsed(),
             first_chunk: self.first_read.map_or(Duration::ZERO, |at| at - start),
             stages: self.clocks.stages().filter(|s| s.bytes > 0).collect(),
-            workers,
+            workers: self.workers,
             backing: self.whole.first().map(|buf| buf.backing().clone()),
             recycled: self.recycled,
             timeline: self.clocks.timeline(),
@@ -84,7 +91,7 @@ impl<'a, 'w> State<'a, 'w> {
         start: Instant,
         sink: Sink<'a>,
         job: &'a Job,
-        (workers, sources): (usize, usize),
+        (workers, all, sources, late): (usize, bool, usize, bool),
         options: &'a FillOptions,
         watch: &'a mut Watch<'w>,
     ) -> Result<Self, FillError> {
@@ -101,6 +108,8 @@ impl<'a, 'w> State<'a, 'w> {
             return Err(FillError::Job(text));
         }
         let total = job.bytes();
+        let crew = Crew::new(workers, all);
+        let workers = crew.at_work();
         let hash_thread = HashThreads::new(options, device.as_ref(), (total, supply.piece()), workers, copies);
         let at_once = if options.takes_sha256() && device.is_none() { hash_thread.count().max(workers) } else { 1 };
         let progress = Progress::new(job, options, (at_once > 1).then_some(LANE));
@@ -116,6 +125,9 @@ impl<'a, 'w> State<'a, 'w> {
             total,
             cached,
             copies,
+            late,
+            crew,
+            first_read: OnceLock::new(),
             progress: Mutex::new(progress),
             hash_thread,
             supply,
@@ -159,7 +171,7 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// A read begins; the first one is noted.
     pub fn reading(&self) {
-        lock(&self.progress).first_read.get_or_insert_with(Instant::now);
+        self.first_read.get_or_init(Instant::now);
     }
 
     /// Takes a fragment that was read.
@@ -169,13 +181,18 @@ impl<'a, 'w> State<'a, 'w> {
         }
         let Tag { buffer, offset, .. } = fragment.tag;
         let len = fragment.slice.len() as u64;
-        {
+        self.crew.arrived(len);
+        let sent = {
             // Held from here on, so that workers tell events in the order in which they count bytes.
             let mut watch = lock(&self.watch);
-            lock(&self.progress).done += len;
+            let mut progress = lock(&self.progress);
+            progress.done += len;
+            let sent = self.sort(&mut progress, fragment);
+            drop(progress);
             self.tell_to(&mut **watch, Event::Arrived { buffer, offset: offset as u64, len });
-        }
-        self.settle(fragment);
+            sent
+        };
+        sent.into_iter().for_each(|fragment| self.send(fragment));
     }
 
     /// Takes a fragment in its landing place, which is copied with its chunk.
@@ -187,19 +204,37 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Takes a fragment whose bytes are final. It is hashed first, if checksums are on, when its turn comes.
     pub fn settle(&self, fragment: Fragment) {
-        let mut progress = lock(&self.progress);
+        let sent = self.sort(&mut lock(&self.progress), fragment);
+        sent.into_iter().for_each(|fragment| self.send(fragment));
+    }
+
+    /// As [`State::settle`]; returns the fragment if it is to be sent on at once.
+    fn sort(&self, progress: &mut Progress, fragment: Fragment) -> Option<Fragment> {
         if self.device.is_some() {
             progress.undelivered += fragment.slice.len() as u64;
         }
         if !Hasher::is_wanted(self.options) {
-            drop(progress);
-            return self.send(fragment);
+            return self.keep_hashed(progress, fragment);
         }
         progress.order.add(fragment);
         if self.hash_thread.runs() && progress.order.is_behind(self.hash_thread.leaves) {
             // Of several lanes it may be the turn.
             self.hash_thread.hashable.notify_all();
         }
+        None
+    }
+
+    /// Keeps a fragment that is not to be hashed any more, if its memory stays and goes nowhere; else returns it, to be
+    /// sent.
+    pub fn keep_hashed(&self, progress: &mut Progress, fragment: Fragment) -> Option<Fragment> {
+        if self.device.is_some() || !self.supply.stays {
+            return Some(fragment);
+        }
+        if fragment.tag.is_read {
+            self.supply.unsent.fetch_sub(1, Ordering::Relaxed);
+        }
+        progress.order.keep(fragment);
+        None
     }
 
     /// Hands a fragment to the sink.
@@ -253,9 +288,9 @@ impl<'a, 'w> State<'a, 'w> {
             clocks.add(device.into_clocks());
         }
         let (stays, recycled) = (self.supply.stays, self.supply.is_recycled());
+        let (first_read, workers) = (self.first_read.into_inner(), self.crew.found());
         drop(self.supply);
         let progress = self.progress.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let first_read = progress.first_read;
         let (mut whole, mut hashes) = (Vec::new(), Vec::new());
         for (of_buffer, buf) in progress.into_order()?.into_buffers() {
             hashes.push(of_buffer);
@@ -268,6 +303,6 @@ impl<'a, 'w> State<'a, 'w> {
                 buf => whole.extend(buf),
             }
         }
-        Ok(Done { whole, hashes, first_read, recycled, clocks })
+        Ok(Done { whole, hashes, first_read, recycled, workers, clocks })
     }
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
+use super::crew::Crew;
 use super::depth::Depth;
 use super::error::{FillError, not_submitted};
 use super::fragment::{Fragment, Read, Tag};
@@ -17,6 +18,7 @@ use crate::stage::Stage;
 pub(super) struct Worker<'l, 'a, 'w, S> {
     state: &'l State<'a, 'w>,
     queues: &'l mut [S],
+    number: usize,
     /// Reads that have memory and wait for room in their queue, in order.
     waiting: VecDeque<Read>,
     waiting_bytes: usize,
@@ -29,12 +31,13 @@ pub(super) struct Worker<'l, 'a, 'w, S> {
 }
 
 impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
-    pub fn new(state: &'l State<'a, 'w>, queues: &'l mut [S], clocks: Clocks) -> Self {
+    pub fn new(state: &'l State<'a, 'w>, (queues, number): (&'l mut [S], usize), clocks: Clocks) -> Self {
         let capacity = queues.iter().map(|queue| queue.limits().capacity).max().unwrap_or(1);
         Self {
             state,
-            depth: Depth::new(state.options.depth, state.supply.piece(), capacity, state.copies),
+            depth: Depth::new(state.options.depth, state.supply.piece(), capacity, state.copies, state.late),
             queues,
+            number,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             flying: HashMap::new(),
@@ -46,7 +49,12 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
     /// Works until nothing is left to do, or the job is stopped and nothing is in flight.
     pub fn run(mut self) -> Clocks {
         let mut done = Vec::new();
+        let _disbands = Disbands(&self.state.crew);
         while !self.state.stopped() {
+            if self.rests() && self.flying.is_empty() && self.waiting.is_empty() {
+                self.state.crew.rest(self.number);
+                continue;
+            }
             let seen = self.state.handed_on();
             let mut busy = self.reap(&mut done, Duration::ZERO);
             if self.state.copies {
@@ -90,6 +98,9 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             if self.waiting_bytes >= self.state.supply.chunk || self.state.stopped() {
                 return (claimed, false);
             }
+            if self.rests() {
+                return (claimed, true);
+            }
             match self.state.claim(self.depth.limit(), &mut self.clocks) {
                 // It was filled from memory, and is to be hashed while it is in the processor's cache.
                 Taken::Chunk(reads) if reads.is_empty() => return (true, false),
@@ -102,6 +113,10 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 Taken::Nothing => return (claimed, false),
             }
         }
+    }
+
+    fn rests(&self) -> bool {
+        self.state.crew.rests(self.number)
     }
 
     /// Hands reads to their queues, in order, until as many are in flight as help, or one has no room.
@@ -196,5 +211,14 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 return;
             }
         }
+    }
+}
+
+/// When a worker has ended, or panicked, nobody waits for the bytes to come faster.
+struct Disbands<'s>(&'s Crew);
+
+impl Drop for Disbands<'_> {
+    fn drop(&mut self) {
+        self.0.disband();
     }
 }

@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use dmalane_dma::{FileMapping, Heap, PageKind};
 use dmalane_file::{Fallback, FileQueue, How, Mode, Moved, SharedReads};
@@ -14,7 +15,7 @@ use crate::choose::workers;
 use crate::device::OpenDevice;
 use crate::engine::describe;
 use crate::error::Error;
-use crate::fill::{BufferMemory, FillCached, FillError, Job, Sink, Targets, Watch, fill};
+use crate::fill::{BufferMemory, FillCached, FillError, Job, Sink, Targets, Watch, Workers, run};
 use crate::open_file::OpenFile;
 use crate::parallel::in_parallel;
 
@@ -82,13 +83,16 @@ pub(crate) fn read(
     };
     let direct = plans.iter().any(|plan| plan.options.mode != Mode::Buffered);
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().collect()).collect();
+    let late = sources.iter().any(OpenFile::is_late);
+    let queues = Workers { queues: &mut queues, all: options.threads.is_some(), late };
     let filled = match to {
         ReadTo::Heap(heap) => {
             let cached = from_cache_first.then_some(&from_cache as &dyn FillCached);
-            fill(Sink::Memory(BufferMemory { heap, cached, direct }), job, &mut queues, &options.fill, watch)
+            let (start, sink) = (Instant::now(), Sink::Memory(BufferMemory { heap, cached, direct }));
+            run(start, sink, job, queues, &options.fill, watch).map(|done| done.filled(start, job))
         }
         ReadTo::Device(device, targets, limit) => {
-            device.fill_staged((targets, limit), sources, job, &mut queues, &options.fill, watch)
+            device.fill_staged((targets, limit), sources, job, queues, &options.fill, watch)
         }
     };
     let filled = filled.map_err(|error| match error {

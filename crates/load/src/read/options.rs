@@ -9,8 +9,9 @@ use crate::fill::FillOptions;
 pub struct ReadOptions {
     /// Past the page cache or through it; [`Mode::Auto`] chooses for each block by what is cached and gives its reason.
     pub mode: Mode,
-    /// Workers that allocate and read, each a thread; by default one for direct reads, which the disk does, and as many
-    /// as there are processors, 4 at most, where 32 MiB or more are copied out of the page cache.
+    /// Workers that allocate and read, each a thread. By default one for direct reads, which the disk does; where 32
+    /// MiB or more are copied out of the page cache, as many as make the bytes come faster, found by measuring, but no
+    /// more than there are processors, or 32.
     pub threads: Option<usize>,
     /// Refuse to allocate more bytes of memory than this.
     pub limit: Option<u64>,
