@@ -61,9 +61,12 @@ impl Crew {
         let mut turn = lock(&self.turn);
         // Another worker may have found it.
         if self.measures.load(Ordering::Relaxed) {
+            let before = turn.limit;
             self.measures.store(turn.arrived(bytes, Instant::now()), Ordering::Relaxed);
-            self.limit.store(turn.limit, Ordering::Relaxed);
-            self.changed.notify_all();
+            if turn.limit != before {
+                self.limit.store(turn.limit, Ordering::Relaxed);
+                self.changed.notify_all();
+            }
         }
     }
 
