@@ -130,7 +130,7 @@ pub fn run(options: &Options) -> Result<Report> {
         .zip(&plain)
         .map(|(n, samples)| report.row("2 MiB", &format!("floor: plain reads by {n}"), options.size, samples) / chunks)
         .collect();
-    // The turn with which the network has two as fast as that.
+    // Two plain readers are as fast as they were if one at a time uses memory for so long.
     let memory = (plain[0] * (2.0 * plain[1] - plain[0]).max(0.0)).sqrt();
     // A chunk takes the engine's own time, and that of its bytes.
     let each = (one(LARGE, false)? - one(SMALL, false)?) / (LARGE - SMALL) as f64;

@@ -111,7 +111,7 @@ impl Drop for Disk {
     }
 }
 
-/// What a program prints, or why it failed.
+/// The output of a program, or why it failed.
 fn said(command: &mut Command) -> std::result::Result<String, String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.output().map_err(|e| format!("{name}: {e}"))?;

@@ -374,7 +374,7 @@ impl Turns {
         }
         let passed = cost_of(now.saturating_sub(std::mem::replace(&mut self.chosen, now)));
         let (cursor, used) = (self.cursor as usize, self.end());
-        // Its own turn pays for nobody's debts.
+        // The time of its own turn pays nothing.
         let pays = |index: usize| if before != 0 && index == cursor { 0 } else { passed };
         // Who waits for no turn has taken processors, for a request or before its work ended: time pays for that.
         let nobody_waits = self.shares[..used].iter().all(|share| share.wanting == 0);
@@ -395,10 +395,14 @@ impl Turns {
             }
         }
         // All owe: rounds in which nobody works take no time, but for those whose debts time pays.
-        let can: Vec<usize> = (0..used).filter(|i| wants(self, i) && !self.in_gap(*i)).collect();
-        let least = can.iter().map(|i| -self.shares[*i].deficit / QUANTUM + 1).min().unwrap_or(0);
-        can.iter().for_each(|i| self.shares[*i].earn(least * QUANTUM));
-        if let Some(next) = can.into_iter().find(|i| self.shares[*i].deficit > 0) {
+        let can = |turns: &Self, i: &usize| wants(turns, i) && !turns.in_gap(*i);
+        let least = (0..used).filter(|i| can(self, i)).map(|i| -self.shares[i].deficit / QUANTUM + 1).min();
+        for index in 0..used {
+            if can(self, &index) {
+                self.shares[index].earn(least.unwrap_or(0) * QUANTUM);
+            }
+        }
+        if let Some(next) = (0..used).find(|i| wants(self, i) && self.shares[*i].deficit > 0) {
             self.give(next, before, now);
         }
     }

@@ -10,9 +10,10 @@ use crate::error::Error;
 use crate::fill::FillError;
 use crate::input::Input;
 
-/// Those of a worker for each queue that every input has, and whether any of these has latency.
+/// The queues of each worker, of which there are as many as every input has queues; and whether all inputs were seen to
+/// have latency: one may have waited for a processor.
 pub(crate) fn queues<S>(inputs: &mut [Input<S>]) -> (Vec<Vec<&mut S>>, bool) {
-    let late = inputs.iter().any(|input| input.source.is_late());
+    let late = inputs.iter().all(|input| input.source.is_late());
     let more = inputs.iter().map(|input| input.more.len()).min().unwrap_or(0);
     let mut workers: Vec<Vec<&mut S>> = (0..=more).map(|_| Vec::new()).collect();
     for input in inputs {

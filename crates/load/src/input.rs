@@ -17,8 +17,9 @@ pub struct Input<S> {
     pub source: OpenFile,
     /// For its bytes.
     pub queue: S,
-    /// Queues of further workers: each file is read by as many workers as every file has queues. Empty for a file
-    /// that the disk reads; where the processor copies out of the page cache, several do so, and hash, at a time.
+    /// Queues of further workers: a load has as many workers as every file has queues, or fewer where more do not make
+    /// the bytes come faster. Empty for a file that the disk reads; where the processor copies out of the page cache,
+    /// several do so, and hash, at a time.
     pub more: Vec<S>,
 }
 

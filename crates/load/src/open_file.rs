@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dmalane_file::FileHandle;
 use rustix::io::Errno;
@@ -16,6 +16,7 @@ use crate::container::{self, Container, ContainerFile, Model};
 use crate::error::Error;
 use crate::fill::LATE;
 use crate::kept::KeptFile;
+use crate::parallel::worked;
 use crate::set::SetFile;
 
 /// A file that is open for reading: a regular file or a block device.
@@ -33,12 +34,9 @@ pub struct OpenFile {
     /// The memory that holds it.
     pub(crate) kept: Option<Arc<KeptFile>>,
     pub(crate) parsed: OnceLock<Arc<Model>>,
-    /// Reading its header took longer than a local disk does.
+    /// To read its header took longer than from a local disk.
     is_late: OnceLock<()>,
 }
-
-/// A header takes less time for each of its tensors.
-const TENSOR: Duration = Duration::from_micros(10);
 
 impl OpenFile {
     /// A file that is open already, and its name in messages.
@@ -191,9 +189,10 @@ impl OpenFile {
         if let Some(model) = self.parsed.get() {
             return Ok(model);
         }
-        let (file, len, begun) = (self.file()?, self.size()?, Instant::now());
+        let (file, len, begun, before) = (self.file()?, self.size()?, Instant::now(), worked());
         let model = container::parse(&ContainerFile::new(&self.path, &file, len))?;
-        if begun.elapsed().saturating_sub(TENSOR * model.tensors.len() as u32) >= LATE {
+        // To parse it takes time too.
+        if begun.elapsed().saturating_sub(worked().saturating_sub(before)) >= LATE {
             self.is_late.get_or_init(|| ());
         }
         Ok(self.parsed.get_or_init(|| Arc::new(model)))

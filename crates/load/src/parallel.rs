@@ -12,7 +12,7 @@ const TRIED: Duration = Duration::from_millis(1);
 const WAITING: usize = 64;
 
 /// Processor time of this thread.
-fn worked() -> Duration {
+pub(crate) fn worked() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0))
 }

@@ -115,7 +115,6 @@ impl OpenDevice {
         options: &FillOptions,
         watch: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
-        let start = Instant::now();
         self.register_kept(sources.iter(), job, &mut Clocks::default());
         let Self { queue, info, staging, .. } = self;
         // Of full length at once, so that they are registered once, however small what is read first is.
@@ -123,6 +122,7 @@ impl OpenDevice {
         staging.keep_within(limit);
         fill::ask(staging.to_come(u64::MAX), "the staging buffers")?;
         let to = ToDevice { queue, polled: info.polled, processors: info.processors, targets };
+        let start = Instant::now();
         let filled = fill::run(start, Sink::Staging(staging, Some(to)), job, workers, options, watch);
         let filled = filled.map(|done| done.filled(start, job));
         self.staging.in_place.clear();

@@ -18,7 +18,7 @@ pub struct Report {
     pub verified: Option<Duration>,
     /// Stages in the order of the path. Times are summed over the workers.
     pub stages: Vec<StageReport>,
-    /// Number of workers.
+    /// The most workers at once.
     pub workers: usize,
     /// Physically contiguous segments of the staging buffers.
     pub segments: u64,

@@ -19,7 +19,7 @@ impl State<'_, '_> {
     /// Takes the next chunk, makes it present and cuts it into reads: none where its bytes were in memory already. The
     /// worker has at most `depth` reads in flight.
     pub fn claim(&self, depth: usize, clocks: &mut Clocks) -> Taken<Vec<Read>> {
-        // Of staging memory, each worker has a slot at least.
+        // As many reads of staging memory as there are workers.
         let depth = depth.max(self.crew.at_work());
         let claimed = self.supply.take(depth, self.device_is_full(), clocks).and_then(|taken| match taken {
             Taken::Chunk(chunk) => self.begin(chunk, clocks).map(Taken::Chunk),

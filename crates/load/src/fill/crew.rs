@@ -13,7 +13,7 @@ use dmalane_dma::lock;
 const FIRST: usize = 4;
 /// Bytes for each worker in a turn, whose rate is measured.
 const EACH: u64 = 16 << 20;
-/// The longest that a worker rests before it looks whether the job was stopped.
+/// The longest that a worker rests before it looks whether the job is over.
 const REST: Duration = Duration::from_millis(20);
 /// More workers stay if the rate has grown by this factor.
 const SOME: f64 = 1.1;
@@ -21,7 +21,8 @@ const SOME: f64 = 1.1;
 /// The workers of a job that may take chunks: those with the lowest numbers.
 pub(super) struct Crew {
     limit: AtomicUsize,
-    all: usize,
+    /// How many there are.
+    pub all: usize,
     /// Their number is not found yet.
     measures: AtomicBool,
     turn: Mutex<Turn>,
@@ -29,10 +30,12 @@ pub(super) struct Crew {
     changed: Condvar,
 }
 
-/// What is measured.
+/// The turn that is being measured.
 struct Turn {
     limit: usize,
     most: usize,
+    /// The highest limit until now.
+    reached: usize,
     /// The limit before there were more, and its rate.
     fewer: Option<(usize, f64)>,
     /// When the first bytes of this turn came.
@@ -94,16 +97,16 @@ impl Crew {
         self.changed.notify_all();
     }
 
-    /// How many took chunks in the end.
-    pub fn found(&self) -> usize {
-        lock(&self.turn).limit
+    /// The most that worked at once, before there was nothing left to do.
+    pub fn reached(&self) -> usize {
+        lock(&self.turn).reached
     }
 }
 
 impl Turn {
     fn new(most: usize, all: bool) -> Self {
         let limit = if all { most } else { (most / 4).max(FIRST).min(most) };
-        Self { limit, most, fewer: None, began: None, bytes: 0 }
+        Self { limit, most, reached: limit, fewer: None, began: None, bytes: 0 }
     }
 
     /// Bytes have arrived: whether the number is still to be found.
@@ -124,6 +127,7 @@ impl Turn {
             _ => {
                 self.fewer = Some((self.limit, rate));
                 self.limit = (2 * self.limit).min(self.most);
+                self.reached = self.limit;
                 return true;
             }
         }
@@ -173,9 +177,9 @@ mod tests {
     #[test]
     fn who_is_asked_for_or_among_few_does_not_wait() {
         for (crew, workers) in [(Crew::new(64, true), 64), (Crew::new(4, false), 4), (Crew::new(1, false), 1)] {
-            assert!((0..workers).all(|worker| !crew.rests(worker)) && crew.found() == workers);
+            assert!((0..workers).all(|worker| !crew.rests(worker)) && crew.reached() == workers);
             crew.arrived(1 << 40);
-            assert_eq!(crew.found(), workers);
+            assert_eq!(crew.reached(), workers);
         }
         let crew = Crew::new(64, false);
         assert!(!crew.rests(15) && crew.rests(16));

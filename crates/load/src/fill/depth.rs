@@ -11,7 +11,7 @@ const FIRST: usize = 4;
 /// Where nothing of the first reads has come for so long, the source has latency, as those behind networks have, and as
 /// many as may be are in flight at once: to find that number takes several times as long. Local disks are faster.
 pub(crate) const LATE: Duration = Duration::from_millis(10);
-/// Bytes in flight, at most.
+/// Bytes in flight of all workers, at most, but for the first reads of each.
 const BYTES: u64 = 128 << 20;
 /// Four times as many reads are tried after a turn in which the worker did hardly anything but wait, and as long as the
 /// rate grows by this factor; else twice as many.
@@ -46,12 +46,12 @@ pub(super) struct Depth {
 }
 
 impl Depth {
-    /// `asked` reads, or as many as measuring finds, of `block` bytes; a queue takes `capacity`. `copies` come out of
-    /// the page cache: one at first. `late`: the source was seen to have latency.
-    pub fn new(asked: Option<usize>, block: u64, capacity: usize, copies: bool, late: bool) -> Self {
+    /// `asked` reads, or as many as measuring finds; one of each worker has `round` bytes; a queue takes `capacity`.
+    /// `copies` come out of the page cache: one at first. `late`: the source was seen to have latency.
+    pub fn new(asked: Option<usize>, round: u64, capacity: usize, copies: bool, late: bool) -> Self {
         let (first, capacity) = (if copies { 1 } else { FIRST }, capacity.max(1));
         let limit = asked.unwrap_or(first).clamp(1, capacity);
-        let most = asked.unwrap_or((BYTES / block.max(1)) as usize).clamp(limit, capacity);
+        let most = asked.unwrap_or((BYTES / round.max(1)) as usize).clamp(limit, capacity);
         let (rest, idle) = ([0, REST[0]], Duration::ZERO);
         let mut depth =
             Self { limit, most, fewer: None, rest, began: Instant::now(), reads: 0, bytes: 0, idle, is_new: !copies };

@@ -76,7 +76,7 @@ pub struct FillReport {
     pub first_chunk: Duration,
     /// The stages that moved any bytes, in the order of the path. Times are summed over the workers.
     pub stages: Vec<StageReport>,
-    /// Number of workers.
+    /// The most workers at once.
     pub workers: usize,
     /// The pages behind the first buffer, and why not better ones.
     pub backing: Option<PageBacking>,

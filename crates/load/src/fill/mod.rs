@@ -87,7 +87,7 @@ pub(crate) struct Workers<'w, S> {
     pub queues: &'w mut [Vec<S>],
     /// All of them work; else as many as make the bytes come faster.
     pub all: bool,
-    /// A source was seen to have latency.
+    /// The sources were seen to have latency.
     pub late: bool,
 }
 

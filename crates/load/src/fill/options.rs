@@ -12,7 +12,7 @@ pub struct FillOptions {
     /// Bytes per read operation, at most; rounded up to 4 KiB.
     pub block: u64,
     /// Reads that each worker has in flight, at most as many as its queues take. By default as many as make the bytes
-    /// come faster, found by measuring as they come, but no more than 128 MiB.
+    /// come faster, found by measuring as they come, but no more than 128 MiB of all workers, or 4 of each.
     pub depth: Option<usize>,
     /// Hash each buffer (XXH3-64 over its bytes in order).
     pub checksum: bool,

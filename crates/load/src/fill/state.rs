@@ -55,7 +55,7 @@ pub(crate) struct Done {
     pub hashes: Vec<Hashes>,
     pub first_read: Option<Instant>,
     pub recycled: bool,
-    /// Workers that took part in the end.
+    /// The most workers at once.
     pub workers: usize,
     pub clocks: Clocks,
 }
@@ -224,10 +224,9 @@ impl<'a, 'w> State<'a, 'w> {
         None
     }
 
-    /// Keeps a fragment that is not to be hashed any more, if its memory stays and goes nowhere; else returns it, to be
-    /// sent.
+    /// Keeps a fragment that is not to be hashed any more, if its memory stays; else returns it, to be sent.
     pub fn keep_hashed(&self, progress: &mut Progress, fragment: Fragment) -> Option<Fragment> {
-        if self.device.is_some() || !self.supply.stays {
+        if !self.supply.stays {
             return Some(fragment);
         }
         if fragment.tag.is_read {
@@ -237,21 +236,14 @@ impl<'a, 'w> State<'a, 'w> {
         None
     }
 
-    /// Hands a fragment to the sink.
+    /// Hands a fragment, whose memory does not stay, to the sink.
     pub fn send(&self, fragment: Fragment) {
         if fragment.tag.is_read {
             self.supply.unsent.fetch_sub(1, Ordering::Relaxed);
         }
         match &self.device {
             Some(device) => device.take(fragment),
-            None => self.keep(fragment),
-        }
-    }
-
-    /// Puts a fragment back to where its memory came from.
-    fn keep(&self, fragment: Fragment) {
-        if let Some(fragment) = self.supply.put_back(fragment) {
-            lock(&self.progress).order.keep(fragment);
+            None => self.supply.put_back(fragment),
         }
     }
 
@@ -273,7 +265,7 @@ impl<'a, 'w> State<'a, 'w> {
             let len = fragment.slice.len() as u64;
             let mut watch = lock(&self.watch);
             lock(&self.progress).undelivered -= len;
-            self.keep(fragment);
+            self.supply.put_back(fragment);
             if moved {
                 self.tell_to(&mut **watch, Event::OnDevice { buffer, offset: offset as u64, len });
             }
@@ -288,7 +280,7 @@ impl<'a, 'w> State<'a, 'w> {
             clocks.add(device.into_clocks());
         }
         let (stays, recycled) = (self.supply.stays, self.supply.is_recycled());
-        let (first_read, workers) = (self.first_read.into_inner(), self.crew.found());
+        let (first_read, workers) = (self.first_read.into_inner(), self.crew.reached());
         drop(self.supply);
         let progress = self.progress.into_inner().unwrap_or_else(PoisonError::into_inner);
         let (mut whole, mut hashes) = (Vec::new(), Vec::new());

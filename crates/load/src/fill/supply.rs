@@ -282,16 +282,12 @@ impl<'a> Supply<'a> {
     }
 
     /// Gives a slice back to its slot; returns the fragment if its memory stays.
-    pub fn put_back(&self, fragment: Fragment) -> Option<Fragment> {
-        if !self.stays
-            && let Pages::Staging(staging) = &mut lock(&self.rest).pages
+    pub fn put_back(&self, fragment: Fragment) {
+        if let Pages::Staging(staging) = &mut lock(&self.rest).pages
+            && let Some(slot) = fragment.tag.slot
         {
-            if let Some(slot) = fragment.tag.slot {
-                staging.put_back(slot, fragment.slice);
-            }
-            return None;
+            staging.put_back(slot, fragment.slice);
         }
-        Some(fragment)
     }
 }
 

@@ -33,9 +33,10 @@ pub(super) struct Worker<'l, 'a, 'w, S> {
 impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
     pub fn new(state: &'l State<'a, 'w>, (queues, number): (&'l mut [S], usize), clocks: Clocks) -> Self {
         let capacity = queues.iter().map(|queue| queue.limits().capacity).max().unwrap_or(1);
+        let round = state.supply.piece().saturating_mul(state.crew.all as u64);
         Self {
             state,
-            depth: Depth::new(state.options.depth, state.supply.piece(), capacity, state.copies, state.late),
+            depth: Depth::new(state.options.depth, round, capacity, state.copies, state.late),
             queues,
             number,
             waiting: VecDeque::new(),

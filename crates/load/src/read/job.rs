@@ -83,7 +83,7 @@ pub(crate) fn read(
     };
     let direct = plans.iter().any(|plan| plan.options.mode != Mode::Buffered);
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().collect()).collect();
-    let late = sources.iter().any(OpenFile::is_late);
+    let late = sources.iter().all(OpenFile::is_late);
     let queues = Workers { queues: &mut queues, all: options.threads.is_some(), late };
     let filled = match to {
         ReadTo::Heap(heap) => {
