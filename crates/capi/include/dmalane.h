@@ -9,10 +9,10 @@
  * Threads: all functions may be called from any thread, also on one object at once, and on objects that another thread
  * destroys. Calls on one target, VM or stream follow each other, and may wait for one that works (a load takes as long
  * as it takes; dml_target_poll() lets others in every few milliseconds). Calls on different objects never wait for
- * each other: a device that hangs holds up the calls on it, on its memories and loads, and no others. What another
- * call uses is destroyed when that ends; of two threads that destroy one object, one gets 0 and the other -ENOENT. The
- * text of dml_last_error() is the thread's own. Callbacks run on the thread whose call causes them. Numbers are never
- * reused.
+ * each other, but for buffer objects while an array of their device is checked: a device that hangs holds up the calls
+ * on it, on its memories and loads, and no others. What another call uses is destroyed when that ends; of two threads
+ * that destroy one object, one gets 0 and the other -ENOENT. The text of dml_last_error() is the thread's own.
+ * Callbacks run on the thread whose call causes them. Numbers are never reused.
  *
  * The page tables of a VM are allocated by this library. Link with -ldmalane_capi.
  *
@@ -58,7 +58,7 @@ struct dml_vm_config {
 	void (*prefetch)(void *user, uint64_t va, uint64_t len);
 	void *user;
 	/* 1: dml_vm_bind() replaces and splits mappings by break-before-make, as Arm asks for. `invalidate`, which must not
-	 * be null, is called while they are not mapped, and must not call this library then. Else 0. */
+	 * be null, is called while they are not mapped, and must not use this VM then. Else 0. */
 	uint64_t break_before_make;
 };
 
@@ -147,7 +147,7 @@ int32_t dml_vm_bind(dml_vm vm, const void *operations, size_t stride, size_t cou
 int32_t dml_vm_bind_reserved(dml_vm vm, const void *operations, size_t stride, size_t count);
 
 /* Makes larger leaves within `len` bytes at `va` where what is bound continues in the buffer object and in memory.
- * Calls `invalidate` for each, which must not call this library here. */
+ * Calls `invalidate` for each, which must not use this VM here. */
 int32_t dml_vm_merge(dml_vm vm, uint64_t va, uint64_t len);
 
 /* Bytes of a buffer object that are bound in the VM, each counted as often as it is. */

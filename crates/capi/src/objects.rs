@@ -307,7 +307,7 @@ pub(crate) fn bind(vm: u64, bytes: &[u8], stride: usize, count: usize, reserved:
     let one = lock(&VMS).get(vm, "VM")?;
     let committed = {
         let mut vm = lock_vm(&one)?;
-        vm.apply_array(bytes, stride, count, &lock(&one.device.bos), reserved)?
+        vm.apply_array(bytes, stride, count, Box::new(lock(&one.device.bos)), reserved)?
     };
     // Without the lock: the callback may query the VM.
     if let Some(invalidate) = &one.tell.invalidate {

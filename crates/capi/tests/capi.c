@@ -181,10 +181,20 @@ static void agx(void)
 	CHECK(dml_vm_runs(vm, 0, K, runs, 8, &count) == -ENOENT && count == 0);
 }
 
+struct broken {
+	dml_device device;
+	int count;
+};
+
+/* Other objects of the device do not wait. */
 static void count(void *user, uint64_t va, uint64_t len)
 {
+	struct broken *broken = user;
+	struct dml_segment segment = {1ull << 40, 4 << 10};
+	uint32_t bo;
 	(void)va;
-	*(int *)user += len > 0;
+	CHECK(!dml_bo_create(broken->device, &segment, 1, &bo) && !dml_bo_destroy(broken->device, bo));
+	broken->count += len > 0;
 }
 
 static void x86(void)
@@ -208,7 +218,7 @@ static void x86(void)
 	CHECK(!dml_vm_lookup(second, (1ull << 30) + 4096, &leaf) && leaf.leaf == 4096 && leaf.pa == 1ull << 30);
 	/* By break-before-make: the leaf while it is split, then the page. */
 	dml_vm third;
-	int broken = 0;
+	struct broken broken = {device, 0};
 	config.break_before_make = 2;
 	CHECK(dml_vm_create(device, &config, &third) == -EINVAL && says("EINVAL", "break_before_make"));
 	config.break_before_make = 1;
@@ -216,8 +226,8 @@ static void x86(void)
 	config.invalidate = count, config.user = &broken;
 	struct dml_vm_op page = {.flags = DML_UNBIND, .range = 4096, .addr = (1ull << 30) + (1 << 20)};
 	op.addr -= 4096;
-	CHECK(!dml_vm_create(device, &config, &third) && !dml_vm_bind(third, &op, sizeof op, 1) && broken == 0);
-	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && broken == 2);
+	CHECK(!dml_vm_create(device, &config, &third) && !dml_vm_bind(third, &op, sizeof op, 1) && broken.count == 0);
+	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && broken.count == 2);
 	page.flags = DML_BIND | DML_READ | DML_PRIVILEGED | DML_MMIO, page.handle = bo;
 	CHECK(!dml_vm_bind(third, &page, sizeof op, 1) && !dml_vm_lookup(third, page.addr, &leaf));
 	CHECK(leaf.access == (DML_READ | DML_PRIVILEGED | DML_MMIO) && !dml_vm_destroy(third));

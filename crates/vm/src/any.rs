@@ -3,7 +3,7 @@
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use core::ops::ControlFlow;
+use core::ops::{ControlFlow, Deref};
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Armv7, Format, FormatId, HeapTables, Leaf, StandIn, Tables};
@@ -25,7 +25,8 @@ pub trait AnyVm {
     /// As of these; the VM is as it was.
     fn apply(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Committed<CardAddr>, PlanError>;
 
-    /// [`Vm::plan_array`] and commit; where `reserved` is true, as [`Vm::plan_reserved`].
+    /// [`Vm::plan_array`] and commit; where `reserved` is true, as [`Vm::plan_reserved`]. Drops `handles`, which may be
+    /// locked, before it commits.
     ///
     /// # Errors
     /// As of these; the VM is as it was.
@@ -34,7 +35,7 @@ pub trait AnyVm {
         bytes: &[u8],
         stride: usize,
         count: usize,
-        handles: &Handles,
+        handles: Box<dyn Deref<Target = Handles> + '_>,
         reserved: bool,
     ) -> Result<Committed<CardAddr>, ArrayError>;
 
@@ -121,10 +122,12 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
         bytes: &[u8],
         stride: usize,
         count: usize,
-        handles: &Handles,
+        handles: Box<dyn Deref<Target = Handles> + '_>,
         reserved: bool,
     ) -> Result<Committed<CardAddr>, ArrayError> {
-        Ok(self.plan_operations(bytes, stride, count, handles, reserved)?.commit())
+        let plan = self.plan_operations(bytes, stride, count, &handles, reserved);
+        drop(handles);
+        Ok(plan?.commit())
     }
 
     fn merge(&mut self, span: Span<DeviceVa>, invalidate: &mut dyn FnMut(Span<DeviceVa>)) -> Result<usize, Error> {

@@ -116,11 +116,12 @@ fn only_the_driver_reaches_the_reserved_part() {
     let handle = handles.insert(bo.clone()).unwrap();
     let unbind =
         ArrayOperation { flags: ArrayOperation::UNBIND_BO.into(), handle: handle.into(), ..ArrayOperation::default() };
-    let done = vm.apply_array(unbind.as_bytes(), ArrayOperation::BYTES, 1, &handles, true).unwrap();
+    let done = vm.apply_array(unbind.as_bytes(), ArrayOperation::BYTES, 1, Box::new(&handles), true).unwrap();
     vm.invalidated(done);
     assert_eq!(rows(&vm), [(first - 1, 1)]);
     let mut whole = TestVm::new(span(0, 1 << 20), HeapTables::new(CardAddr::new(0))).unwrap();
-    let reason = whole.apply_array(unbind.as_bytes(), ArrayOperation::BYTES, 1, &handles, true).unwrap_err().reason;
+    let reason =
+        whole.apply_array(unbind.as_bytes(), ArrayOperation::BYTES, 1, Box::new(&handles), true).unwrap_err().reason;
     assert_eq!(reason.errno(), Errno::Perm, "{reason}");
     assert!(matches!(whole.plan_reserved([bind(0, &bo, 0, 1)]).unwrap_err().error, Error::NoReserved { .. }));
 }
