@@ -111,6 +111,73 @@ impl Queue for Furthest {
     }
 }
 
+/// A queue whose reads end once another one has been asked for some.
+struct Follows(Script, Option<Arc<AtomicUsize>>, Arc<AtomicUsize>);
+
+impl Queue for Follows {
+    type Addr = FileOffset;
+
+    fn limits(&self) -> Limits {
+        self.0.limits()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.0.in_flight()
+    }
+
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        let ticket = self.0.submit(operation)?;
+        self.2.fetch_add(1, Ordering::Relaxed);
+        Ok(ticket)
+    }
+
+    fn flush(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
+        self.wait(done, Duration::ZERO)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
+        if self.1.as_ref().is_some_and(|other| other.load(Ordering::Relaxed) == 0) {
+            std::thread::sleep(timeout.min(Duration::from_millis(1)));
+            return 0;
+        }
+        self.0.wait(done, timeout)
+    }
+}
+
+#[test]
+fn a_full_queue_keeps_no_other_waiting() {
+    let sources = [noise(1, 4 << 12), noise(2, 4 << 12)];
+    let [first, second] = [0, 1].map(|_| Arc::new(AtomicUsize::new(0)));
+    let queue = |i: usize, capacity| Script::new(sources[i].clone(), capacity, 1, Vec::new());
+    let slow = Follows(queue(0, 1), Some(second.clone()), first);
+    let mut workers = vec![vec![slow, Follows(queue(1, 4), None, second)]];
+    let at = |n: u64| (FileOffset::new(n << 12), n << 12);
+    let extents = (0..8).map(|n| {
+        let (at, to) = at(n % 4);
+        Extent { source: n as usize / 4, at, len: 1 << 12, buffer: n as usize / 4, to }
+    });
+    let job = Job { extents: extents.collect(), buffers: vec![4 << 12; 2] };
+    let options = FillOptions {
+        chunk: 1 << 15,
+        block: 1 << 12,
+        depth: Some(8),
+        time_limit: Some(Duration::from_secs(60)),
+        ..FillOptions::default()
+    };
+    let heap = AnonHeap::starting_at(PageKind::Base);
+    let sink = Sink::Memory(BufferMemory::of(&heap));
+    let filled = fill(sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap();
+    for (buf, want) in filled.buffers.into_iter().zip(naive(&job, &sources)) {
+        assert!(buf.into_shared().into_cpu().unwrap()[..] == want);
+    }
+}
+
 #[test]
 fn direct_reads_into_small_pages_behind_a_memfd_land_elsewhere() {
     let source = noise(5, 200_000);

@@ -120,12 +120,18 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         self.state.crew.rests(self.number)
     }
 
-    /// Hands reads to their queues, in order, until as many are in flight as help, or one has no room.
+    /// Hands reads to their queues, in order, until as many are in flight as help. Those of a queue without room wait,
+    /// but not those behind them.
     fn submit(&mut self) {
-        let mut any = false;
+        let (mut any, mut kept, mut full) = (false, Vec::new(), Vec::new());
         while self.flying.len() < self.depth.limit()
+            && full.len() < self.queues.len()
             && let Some(Read { source, at, fragment: Fragment { tag, slice } }) = self.waiting.pop_front()
         {
+            if full.contains(&source) {
+                kept.push(Read { source, at, fragment: Fragment { tag, slice } });
+                continue;
+            }
             let (len, begun) = (slice.len(), self.clocks.begin());
             match self.queues[source].submit(Operation::read(slice, at)) {
                 Ok(ticket) => {
@@ -143,9 +149,9 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 }
                 Err(Refused { operation, reason: Refusal::Full }) => {
                     if let Some(slice) = operation.into_slice() {
-                        self.waiting.push_front(Read { source, at, fragment: Fragment { tag, slice } });
+                        kept.push(Read { source, at, fragment: Fragment { tag, slice } });
                     }
-                    break;
+                    full.push(source);
                 }
                 Err(Refused { reason, .. }) => {
                     let error = FillError::Read { source_index: source, at, error: reason.into() };
@@ -153,6 +159,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                 }
             }
         }
+        kept.into_iter().rev().for_each(|read| self.waiting.push_front(read));
         if any {
             self.active.iter().for_each(|source| self.queues[*source].flush());
         }
