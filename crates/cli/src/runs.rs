@@ -73,6 +73,14 @@ pub struct RunOptions {
     #[arg(help_heading = "Reading")]
     chunk: Option<Size>,
 
+    /// Reads in flight of each thread, 1 to 64 [default: as many as help]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64), help_heading = "Reading")]
+    iodepth: Option<u8>,
+
+    /// Threads that read, at most: 1 to 64 [default: as many as help]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64), help_heading = "Reading")]
+    threads: Option<u8>,
+
     #[command(flatten, next_help_heading = "Outputs")]
     pub timeline: TimelineOptions,
 
@@ -120,7 +128,13 @@ impl RunOptions {
     /// How memory is filled.
     pub fn fill(&self, default: FillOptions) -> FillOptions {
         let chunk = self.chunk.map_or(default.chunk, Size::bytes);
-        FillOptions { chunk, checksum: !self.no_checksum, timeline: self.timeline.any(), ..default }
+        let depth = self.iodepth.map(usize::from);
+        FillOptions { chunk, depth, checksum: !self.no_checksum, timeline: self.timeline.any(), ..default }
+    }
+
+    /// Threads that read, at most.
+    pub fn threads(&self) -> Option<usize> {
+        self.threads.map(usize::from)
     }
 }
 

@@ -283,7 +283,11 @@ impl Load {
             let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
             return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
         }
-        Ok((model.inputs(self.run.mode.options()).map_err(model::cannot_use)?, model.notes()))
+        let mut inputs = model.inputs(self.run.mode.options()).map_err(model::cannot_use)?;
+        if let Some(threads) = self.run.threads() {
+            inputs.iter_mut().for_each(|input| input.more.truncate(threads - 1));
+        }
+        Ok((inputs, model.notes()))
     }
 
     /// The sample that was asked for, if it fits the card.

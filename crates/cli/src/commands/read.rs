@@ -208,6 +208,7 @@ impl Read {
     fn options(&self) -> ReadOptions {
         ReadOptions {
             mode: self.run.mode.mode(),
+            threads: self.run.threads(),
             fill: self.run.fill(ReadOptions::default().fill),
             ..ReadOptions::default()
         }

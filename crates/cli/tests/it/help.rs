@@ -5,7 +5,7 @@ use std::process;
 use clap::{ArgAction, Command};
 
 /// Options of all commands of `dmalane` and of both programs, at most, without `--help` and `--version`.
-const OPTIONS: [usize; 2] = [114, 135];
+const OPTIONS: [usize; 2] = [118, 139];
 /// Lines of a help before "More with --help".
 const LINES: usize = 60;
 
