@@ -18,11 +18,12 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ._arguments import Manifest, Paths, manifest_of, paths_of
+from ._arguments import Manifest, Paths, manifest_of, parse_size, paths_of
 from ._frameworks import pytorch, torch_type
 from ._last import remember
 from ._native import Files
 from ._onto import Gpu, moved
+from .errors import MemoryLimitError
 
 _PAGE = 4096
 # Bytes of tensors that are read and handed round together, at most, except for a larger one; and files, which take
@@ -269,6 +270,20 @@ class _Batch:
                     self.blocks.append((share.name, start, stop, scratch))
                 scratch += stop - start
         self.len, self.scratch = at, scratch
+        self.exchanged = max([self.span if common else 0, *(2 * sum(self.sent(share)) for share in self._swapped())])
+
+    @property
+    def most(self) -> int:
+        """The memory that it takes at most, until its last tensor was handed out."""
+        return self.len + self.scratch + self.exchanged
+
+    def _swapped(self) -> list[_Share]:
+        return [share for share in self.shares if share.name in self.block_places]
+
+    def sent(self, share: _Share) -> list[int]:
+        """Bytes of this rank's block of a tensor to be exchanged that each rank needs."""
+        parts = [share.part(self.rank, other) for other in range(len(share.needs))]
+        return [count * (stop - start) * share.inner for count, (start, stop) in parts]
 
     def begin(self, pool: ThreadPoolExecutor, files: Files, device: Any) -> Future[tuple[Any, Any]]:
         """Begins to read this rank's share, and what it reads for an exchange: bytes on the device."""
@@ -303,11 +318,11 @@ def _place(at: int, in_file: int, shape: tuple[int, ...], nbytes: int) -> int:
     return at + (in_file - at) % _PAGE if in_file % element == 0 else -(-at // 64) * 64
 
 
-def _batches(shares: list[_Share], rank: int, world: int) -> Iterator[_Batch]:
+def _batches(shares: list[_Share], rank: int, world: int, most: int = _BATCH) -> Iterator[_Batch]:
     batch: list[_Share] = []
     for share in shares:
         size, paths = sum(one.nbytes for one in batch), {one.path for one in batch} | {share.path}
-        if batch and (size + share.nbytes > _BATCH or len(paths) > _FILES):
+        if batch and (size + share.nbytes > most or len(paths) > _FILES):
             yield _Batch(batch, rank, world)
             batch = []
         batch.append(share)
@@ -324,6 +339,7 @@ def tensors(
     names: Iterable[str] | None = None,
     direct: bool | None = None,
     verify: Manifest | None = None,
+    memory_limit: int | str | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yields what this rank needs of the tensors of files, with their names, in the order of the bytes.
 
@@ -334,6 +350,10 @@ def tensors(
     With `verify`, a manifest, each tensor that is needed is read whole by one rank, which compares it as it arrives and
     before anybody has a part of it; `IntegrityError` names the first one that differs, on the rank that read it. Slices
     that ranks would otherwise read for themselves go through the group then.
+
+    `memory_limit`, the same for all ranks, bounds the memory of what is read ahead and handed round, with the tensors
+    that were handed out last: not what the backend takes, or the caller keeps. A tensor that does not fit is a
+    `MemoryLimitError`.
     """
     torch = pytorch()
     import torch.distributed as dist
@@ -345,15 +365,17 @@ def tensors(
     shares: list[_Share] = []
     failure: Exception | None = None
     try:
+        limit = parse_size(memory_limit)
         files = Files(paths_of(filename), None, direct, manifest_of(verify))
         types, shares = _shares(files, plan, world, None if names is None else set(names))
     except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
         failure = error
     if verify is not None:
         shares = _with_readers(shares, world)
-    seen = repr([(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, s.reader, types[s.name]) for s in shares])
+    seen = repr([(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, s.reader, types[s.name]) for s in shares] + [memory_limit])
     digest = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:7], "little") if failure is None else -1 - rank
-    seen_by_all = torch.tensor([digest, -digest], device=device)
+    # Made where they are: nothing is copied to a GPU from memory that is not registered.
+    seen_by_all = torch.cat([torch.full((1,), one, device=device) for one in (digest, -digest)])
     together = _Group(group, world, rank)
     together.do("compare the files", dist.all_reduce, seen_by_all, dist.ReduceOp.MAX)
     if failure is not None:
@@ -362,16 +384,28 @@ def tensors(
         raise ValueError("the ranks have other files or plans, or one of them could not open its files")
     # Closed first, which ends a read that nobody waits for any more.
     with ThreadPoolExecutor(1, thread_name_prefix="dmalane-plan") as pool, closing(files):
-        batches = _batches(shares, rank, world)
-        batch = next(batches, None)
-        ahead = batch and batch.begin(pool, files, device)
+        batches = _batches(shares, rank, world, min(_BATCH, _BATCH if limit is None else limit // 4))
+
+        def begin(batch: _Batch, beside: int) -> Future[tuple[Any, Any]]:
+            if limit is None or beside + batch.most <= limit:
+                return batch.begin(pool, files, device)
+            message = (
+                f"{batch.most} bytes to read tensor {batch.shares[0].name!r} and to hand it round are wanted, but "
+                f"{beside} of the memory limit of {limit} are in use: raise it to {beside + batch.most}"
+            )
+            failed: Future[tuple[Any, Any]] = Future()
+            failed.set_exception(MemoryLimitError(message, wanted=batch.most, limit=limit))
+            return failed
+
+        batch, before = next(batches, None), 0
+        ahead = batch and begin(batch, 0)
         while batch is not None:
             memory = None
             try:
                 memory = ahead.result()
             except Exception as error:  # noqa: BLE001: the others must hear of it, whatever it is
                 failure = error
-            failed = torch.tensor([int(failure is not None)], device=device)
+            failed = torch.full((1,), int(failure is not None), device=device)
             first = repr(batch.shares[0].name)
             together.do(f"read tensor {first} and those behind it", dist.all_reduce, failed, dist.ReduceOp.MAX)
             if failure is not None:
@@ -379,9 +413,14 @@ def tensors(
             if failed.item():
                 raise RuntimeError("another rank of the group could not read its share")
             following = next(batches, None)
-            ahead = following and following.begin(pool, files, device)
+            # The caller may still have the last tensor of the batch before.
+            beside = before + batch.most
+            fits = following and (limit is None or beside + following.most <= limit)
+            ahead = begin(following, beside) if following and fits else None
             yield from _exchange(batch, memory, types, together, device)
-            batch, memory = following, None
+            before, batch, memory = batch.len, following, None
+            if batch is not None and ahead is None:
+                ahead = begin(batch, before)
     remember(files.report)
 
 
@@ -462,6 +501,7 @@ def _exchange(
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         mine = common[rank * batch.span :][: batch.span].clone()
         together.do(f"hand round tensor {first} and those behind it", gather, common, mine)
+        del mine
     for share in batch.shares:
         at, size = batch.places[share.name], share.bytes_of(rank)
         if share.name in batch.block_places and share.nbytes:
@@ -474,10 +514,10 @@ def _exchange(
             sent = [block[:, max(a - low, 0) : max(b - low, 0)].reshape(-1) for a, b in ranges]
             come = [share.part(other, rank) for other in range(world)]
             come_bytes = [count * (stop - start) * share.inner for count, (start, stop) in come]
-            sent_bytes = [one.numel() for one in sent]
             into, sent_all = flat[at : at + size], torch.cat(sent)
             exchange = dist.all_to_all_single
-            together.do(f"hand round tensor {share.name!r}", exchange, into, sent_all, come_bytes, sent_bytes)
+            together.do(f"hand round tensor {share.name!r}", exchange, into, sent_all, come_bytes, batch.sent(share))
+            del sent, sent_all
         if share.kind == "give" and share.nbytes:
             reader = dist.get_global_rank(together.group or dist.group.WORLD, share.reader)
             together.do(f"hand round tensor {share.name!r}", dist.broadcast, flat[at : at + size], reader)

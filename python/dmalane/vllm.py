@@ -101,8 +101,8 @@ def _loader() -> type:
             elif shared:
                 from . import plan
 
-                if unused := set(options) - {"direct", "verify"}:
-                    raise ValueError(f"distributed cannot be used together with {', '.join(sorted(unused))}")
+                if options.pop("keep", False):
+                    raise ValueError("distributed cannot be used together with keep")
                 tp = get_tp_group()
                 tensors = plan.tensors(files, {}, tp.device_group, device=tp.device, names=names, **options)
             elif get_tp_group().world_size * get_pp_group().world_size > 1 and options.get("verify") is None:

@@ -1,5 +1,6 @@
 """Shares for ranks: each byte is read once, and everybody has what the plan says."""
 
+import hashlib
 import json
 import os
 import random
@@ -132,7 +133,7 @@ if mode == "backend":
         made = moved = 0
         def __torch_function__(self, of, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if of in (torch.tensor, torch.empty, torch.zeros, torch.ones):
+            if of in (torch.tensor, torch.full, torch.empty, torch.zeros, torch.ones):
                 assert str(kwargs.get("device")) == "cpu", (of, args, kwargs)
                 self.made += 1
             if getattr(of, "__module__", "") == "torch.distributed.distributed_c10d":
@@ -372,6 +373,67 @@ def test_ctrl_c_ends_a_read_and_a_wait_for_the_group(tmp_path):
             rank.communicate()
         # 200 ms on a machine with little else to do; the bound here tells apart one that waits for the group.
         assert ended - sent < 10
+
+
+LIMITED = """
+import hashlib, json, sys
+import torch, torch.distributed as dist
+import dmalane
+from dmalane import plan
+path, rank, world, store, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+def peak(reset=False):
+    if reset:
+        open("/proc/self/clear_refs", "w").write("5")
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+dist.all_reduce(torch.zeros(1))
+rules = {"all.*": plan.Replicate(), "rows.*": plan.Shard(0), "columns.*": plan.Shard(1)}
+before, found = peak(reset=True), {}
+try:
+    for name, tensor in plan.tensors(path, rules, memory_limit=limit):
+        found[name] = hashlib.sha256(tensor.contiguous().numpy()).hexdigest()
+except dmalane.MemoryLimitError as error:
+    found = [error.wanted, error.limit, str(error)]
+except RuntimeError as error:
+    found = [0, 0, str(error)]
+print(json.dumps([found, peak() - before]))
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_memory_limit_bounds_what_is_read_ahead_and_handed_round(tmp_path, world):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    block = os.urandom(4 << 20)
+    names = [f"{kind}.{n}" for n in range(16) for kind in ("all", "rows", "columns")]
+    tensors = {name: ("U8", [1024, 4096], block[n:] + block[:n]) for n, name in enumerate(names)}
+    path = str(write_model(tmp_path / "model.safetensors", tensors))
+
+    # glibc keeps what PyTorch and the backend have freed, up to 32 MiB each.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+    def run(limit):
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", LIMITED, path, str(rank), str(world), str(tmp_path / limit), limit],
+                             stdout=subprocess.PIPE, text=True, env=environment)
+            for rank in range(world)
+        ]  # fmt: skip
+        return [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
+
+    def needed(name, rank):
+        rows = memoryview(tensors[name][2]).cast("B", (1024, 4096))
+        first, last = rank * 4096 // world, (rank + 1) * 4096 // world
+        if name.startswith("columns"):
+            return b"".join(bytes(tensors[name][2][n * 4096 + first : n * 4096 + last]) for n in range(1024))
+        return rows.tobytes()[first << 10 : last << 10] if name.startswith("rows") else rows.tobytes()
+
+    # 192 MiB in all. The backend has buffers of its own, and libraries are loaded.
+    for rank, (found, grown) in enumerate(run("32MiB")):
+        assert found == {name: hashlib.sha256(needed(name, rank)).hexdigest() for name in names}
+        assert grown < 72 << 20, grown
+    for wanted, limit, message in (found for found, _ in run("4MiB")):
+        assert "raise it to" in message or "another rank" in message, message
+        assert not wanted or wanted > limit == 4 << 20
 
 
 def test_all_ranks_fail_together(sharded, tmp_path):

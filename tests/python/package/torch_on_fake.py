@@ -195,7 +195,7 @@ class OnFake:
 def in_a_process(path):
     """A GPU of a process of its own, with PyTorch on it; to be called before dmalane has opened a driver.
 
-    What PyTorch makes on the GPU but by `empty` is small, and the group's, which has host memory here."""
+    What PyTorch makes on the GPU by `full` is small, and the group's, which has host memory here."""
     import pytest
     import torch
     from package.fake_driver import FakeDriver
@@ -203,8 +203,15 @@ def in_a_process(path):
     driver = FakeDriver(path)
     driver.begin()
     gpu = OnFake(torch, driver, pytest.MonkeyPatch())
-    tensor = torch.tensor
-    torch.tensor = lambda data, device=None, **options: tensor(data, **options)
+    full, tensor = torch.full, torch.tensor
+    torch.full = lambda shape, value, device=None, **options: full(shape, value, **options)
+
+    def copied(data, device=None, **options):
+        made = tensor(data, **options)
+        gpu.unregistered += made.nbytes if str(device).startswith("cuda") else 0
+        return made
+
+    torch.tensor = copied
     gpu.begun = gpu.counts()
     return gpu
 
