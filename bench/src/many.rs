@@ -46,7 +46,8 @@ pub struct Options {
 const CATS: [usize; 2] = [2, 64];
 /// Threads of the raw readers.
 const THREADS: [usize; 3] = [1, 2, 64];
-const OTHERS: usize = CATS.len() + THREADS.len();
+/// The last of them keeps what it reads, in new memory.
+const OTHERS: usize = CATS.len() + THREADS.len() + 1;
 
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("many");
@@ -102,7 +103,7 @@ fn source(
     for round in 0..=options.rounds {
         for row in 0..samples.len() {
             let (folder, _server) = open()?;
-            if row == OTHERS {
+            if row == OTHERS || row == OTHERS - 1 {
                 // What is read goes to new memory.
                 memory::find(bytes as usize * 5 / 4);
             }
@@ -111,7 +112,7 @@ fn source(
                 None => match row.checked_sub(CATS.len()) {
                     // It has no sum: what it writes is not read.
                     None => (cat(&folder, CATS[row])?, right.0),
-                    Some(row) => raw(&folder, THREADS[row])?,
+                    Some(row) => raw(&folder, *THREADS.get(row).unwrap_or(&2), row == THREADS.len())?,
                 },
                 Some(0) => {
                     let model = HostModel::open([&folder], ModelOptions::default())?;
@@ -147,9 +148,13 @@ fn source(
     for (threads, samples) in THREADS.iter().zip(&samples[CATS.len()..]) {
         report.row(case, &format!("raw: open, read, close; {threads} threads"), bytes, samples);
     }
+    let new = report.row(case, "raw: the same into new memory; 2 threads", bytes, &samples[OTHERS - 1]);
     for (what, samples) in ["read", "load"].iter().zip(&samples[OTHERS..]) {
         let ours = report.row(case, &format!("ours: {what}"), bytes, samples);
         report.of_rounds(samples.len()).at_most(&format!("{case}: {what} / the best cats"), 2.0, ours / best);
+        if *what == "read" {
+            report.of_rounds(samples.len()).at_most(&format!("{case}: read / the same memory"), 2.0, ours / new);
+        }
     }
     Ok(())
 }
@@ -169,24 +174,28 @@ fn cat(folder: &Path, processes: usize) -> Result<Duration> {
     Ok(begin.elapsed())
 }
 
-/// Reads all files of a folder, each into memory that was touched before; their hashes are summed up after that.
-fn raw(folder: &Path, threads: usize) -> Result<(Duration, u64)> {
+/// Reads all files of a folder, each into memory that was touched before, or into new memory that is kept until all are
+/// read; their hashes are summed up.
+fn raw(folder: &Path, threads: usize, keeps: bool) -> Result<(Duration, u64)> {
     let begin = Instant::now();
     let files: Vec<PathBuf> = ModelSet::find(folder)?.files.into_iter().map(|file| file.path).collect();
     let next = AtomicUsize::new(0);
-    let read = || -> std::io::Result<u64> {
-        let (mut bytes, mut sum) = (Vec::new(), 0u64);
+    let read = || -> std::io::Result<(u64, Vec<Vec<u8>>)> {
+        let (mut bytes, mut kept, mut sum) = (Vec::new(), Vec::new(), 0u64);
         while let Some(path) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
             bytes.clear();
             fs::File::open(path)?.read_to_end(&mut bytes)?;
             // As a load does.
             sum = sum.wrapping_add(XxHash3_64::oneshot(&bytes));
+            if keeps {
+                kept.push(std::mem::take(&mut bytes));
+            }
         }
-        Ok(sum)
+        Ok((sum, kept))
     };
     let sums = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..threads).map(|_| scope.spawn(read)).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<std::io::Result<Vec<u64>>>()
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<std::io::Result<Vec<_>>>()
     })?;
-    Ok((begin.elapsed(), sums.into_iter().fold(0, u64::wrapping_add)))
+    Ok((begin.elapsed(), sums.into_iter().map(|(sum, _)| sum).fold(0, u64::wrapping_add)))
 }
