@@ -694,6 +694,7 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
     let chosen = |(name, _): &&(&str, _)| only.as_deref().is_none_or(|only| only == *name);
     // Without figures every third one; all of them in scripts/nightly.
     let step = if rounds.is_some() || std::env::var_os("DMALANE_LONG").is_some() { 1 } else { 3 };
+    let is_attack = |name: &str| attacks::ATTACKS[attacks::COMPARISONS..].iter().any(|(known, _)| *known == name);
     for (name, _) in attacks::ATTACKS[first..].iter().filter(chosen).step_by(step) {
         let daemon = match rounds {
             Some(_) => Daemon::apart(|path| {
@@ -717,11 +718,13 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
                 let (is_prompt, found) = compared(name, &daemon, &mut clients, attack, rounds);
                 let exception = EXCEPTIONS.iter().find(|(known, _)| known == name);
                 let limits = exception.map_or(goals, |(_, limits)| wider(goals, *limits));
-                if !is_prompt || wider(limits, found) != limits {
+                if !is_prompt || is_attack(name) && wider(limits, found) != limits {
                     bad.push(*name);
                 }
-                if *name == "crowd" {
-                    goals = wider(goals, found);
+                match *name {
+                    "neighbour" | "crowd" => goals = wider(goals, found),
+                    "copying" => goals[1] = goals[1].min(found[1] / 2.0),
+                    _ => {}
                 }
             }
             None => {
@@ -738,17 +741,20 @@ fn beside_each_attack(me: &str, rounds: Option<usize>) {
 }
 
 /// The goals of docs/bench/daemon.md: least of alone for copies of 1 MiB, 16 and 4 in flight, and most of alone for a
-/// load; or what the crowd leaves in the same run. With the attacks beside which less is known to be left, and how much
-/// has to be: see there for why.
+/// load; or what neighbours leave in the same run, who attack nobody, and with 4 in flight half of what is left beside
+/// *copying*, which pushes them out of the caches without the daemon. With the attacks beside which less is known to be
+/// left, and how much has to be: medians of five rounds vary by a third.
 const GOALS: [f64; 3] = [0.4, 0.4, 3.0];
 const EXCEPTIONS: &[(&str, [f64; 3])] = &[
-    ("crowd", [0.3, 0.3, 6.0]),
-    ("iotlb-misses", [0.3, 0.35, 6.0]),
-    ("failing-copies", [0.4, 0.4, 6.0]),
-    ("late-differences", [0.35, 0.35, 6.0]),
-    ("touched-everywhere", [0.4, 0.35, 3.0]),
-    ("call-waiters", [0.3, 0.28, 5.0]),
-    ("stopped-clients", [0.3, 0.35, 6.0]),
+    ("mixed", [0.4, 0.2, 4.0]),
+    ("iotlb-misses", [0.25, 0.2, 4.0]),
+    ("byte-rows", [0.25, 0.15, 3.0]),
+    ("failing-copies", [0.4, 0.25, 5.0]),
+    ("late-differences", [0.3, 0.2, 4.0]),
+    ("gigabyte-punches", [0.4, 0.15, 3.0]),
+    ("touched-everywhere", [0.3, 0.25, 3.0]),
+    ("stopped-clients", [0.25, 0.2, 3.0]),
+    ("unmap-bursts", [0.4, 0.4, 5.0]),
 ];
 
 /// Prints what clients get beside the attack and alone, in turn. Returns whether short copies and statuses are prompt,
