@@ -25,7 +25,7 @@ struct Index {
 }
 
 /// Files of a model, at most.
-pub(super) const MAX_FILES: u32 = 10_000;
+pub(super) const MAX_FILES: u32 = 200_000;
 
 /// The tensors of each file.
 fn by_file<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, BTreeSet<String>>, D::Error> {

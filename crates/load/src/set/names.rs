@@ -19,9 +19,12 @@ pub(super) struct Shard {
     /// From 1.
     pub number: u32,
     pub of: u32,
-    /// Digits of each number.
+    /// Digits of each number, at least.
     width: usize,
 }
+
+/// Digits of the numbers of shards that libraries write, where these have no more.
+const WIDTH: usize = 5;
 
 impl Name {
     pub(super) fn of(path: &Path) -> Self {
@@ -31,10 +34,16 @@ impl Name {
             let (stem, number) = front.rsplit_once('-')?;
             let (of, variant) = of.split_once('.').map_or((of, None), |(of, variant)| (of, Some(variant)));
             let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-            if number.len() != of.len() || !is_number(number) || !is_number(of) {
+            if !is_number(number) || !is_number(of) {
                 return None;
             }
-            let shard = Shard { number: number.parse().ok()?, of: of.parse().ok()?, width: of.len() };
+            // Libraries write both with five digits at least.
+            let width = if number.starts_with('0') { number.len() } else { number.len().min(WIDTH) };
+            let is_so_long = |text: &str| text.len() == width || (width >= WIDTH && !text.starts_with('0'));
+            if number.len() > of.len() || !is_so_long(of) {
+                return None;
+            }
+            let shard = Shard { number: number.parse().ok()?, of: of.parse().ok()?, width };
             let stem = variant.map_or(stem.to_owned(), |variant| format!("{stem}.{variant}"));
             // A name is hostile: it must not ask for a list of billions.
             let fits = shard.of <= MAX_FILES && (1..=shard.of).contains(&shard.number);
@@ -156,8 +165,11 @@ mod tests {
             ("model-00003-of-00002.safetensors", "model-00003-of-00002", None),
             ("model-00000-of-00002.safetensors", "model-00000-of-00002", None),
             ("m-0000000001-of-4294967295.gguf", "m-0000000001-of-4294967295", None),
-            ("m-00001-of-10001.gguf", "m-00001-of-10001", None),
-            ("m-00001-of-10000.gguf", "m", Some((1, 10_000))),
+            ("m-00001-of-200001.gguf", "m-00001-of-200001", None),
+            ("m-1-of-10.gguf", "m-1-of-10", None),
+            ("m-000001-of-0100000.gguf", "m-000001-of-0100000", None),
+            ("m-100000-of-200000.gguf", "m", Some((100_000, 200_000))),
+            ("m-00001-of-100000.gguf", "m", Some((1, 100_000))),
             ("one-of-many.safetensors", "one-of-many", None),
             ("a-1-of-00002.safetensors", "a-1-of-00002", None),
             ("-of-.safetensors", "-of-", None),
@@ -171,6 +183,13 @@ mod tests {
             siblings,
             paths(&["dir/model-00001-of-00002.fp16.safetensors", "dir/model-00002-of-00002.fp16.safetensors"])
         );
+        for [last, first] in [
+            ["m-100000-of-100001.gguf", "m-00001-of-100001.gguf"],
+            ["m-000099-of-100001.gguf", "m-000001-of-100001.gguf"],
+        ] {
+            let siblings = Name::siblings(Path::new(last), Name::of(Path::new(last)).shard.unwrap());
+            assert_eq!((siblings.len(), &*siblings[0]), (100_001, Path::new(first)));
+        }
     }
 
     #[test]
