@@ -372,7 +372,8 @@ def tensors(
         failure = error
     if verify is not None:
         shares = _with_readers(shares, world)
-    seen = repr([(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, s.reader, types[s.name]) for s in shares] + [memory_limit])
+    about = [(s.name, s.shape, s.dim, s.needs, s.at, s.nbytes, s.reader, types[s.name]) for s in shares]
+    seen = repr((about, memory_limit))
     digest = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:7], "little") if failure is None else -1 - rank
     # Made where they are: nothing is copied to a GPU from memory that is not registered.
     seen_by_all = torch.cat([torch.full((1,), one, device=device) for one in (digest, -digest)])
