@@ -1,10 +1,12 @@
 //! A model: its files, its tensors, and every way to read them.
 
+use std::borrow::Borrow;
 use std::collections::{HashMap, HashSet};
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
@@ -93,12 +95,51 @@ pub struct LoadOptions {
 #[derive(Clone)]
 pub struct HostModel {
     reader: Arc<Reader>,
-    /// File and tensor of each name.
-    by_name: Arc<HashMap<String, (usize, usize)>>,
+    /// Found when it is needed, where no two files may have a tensor of one name.
+    by_name: Arc<OnceLock<Names>>,
     manifest: Arc<Manifest>,
     left_out: Arc<Vec<(PathBuf, String)>>,
     /// Notes about tensors that no index lists.
     unlisted: Arc<Vec<String>>,
+}
+
+/// File and tensor of each name.
+type Names = HashMap<Named, (usize, usize)>;
+
+/// A tensor by its name.
+struct Named(Arc<Tensor>);
+
+impl Borrow<str> for Named {
+    fn borrow(&self) -> &str {
+        &self.0.name
+    }
+}
+
+impl PartialEq for Named {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.name == other.0.name
+    }
+}
+
+impl Eq for Named {}
+
+impl Hash for Named {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.name.as_str().hash(state);
+    }
+}
+
+/// The tensors of files by their names, of which those of one file differ. Two files with one name are told to `twice`.
+fn names(files: &[ModelFile], mut twice: impl FnMut(&str, &ModelFile, &ModelFile)) -> Names {
+    let mut names = Names::with_capacity(files.iter().map(|file| file.contents().tensors.len()).sum());
+    for (f, file) in files.iter().enumerate() {
+        for (t, tensor) in file.contents().tensors.iter().enumerate() {
+            if let Some((first, _)) = names.insert(Named(tensor.clone()), (f, t)) {
+                twice(&tensor.name, &files[first], file);
+            }
+        }
+    }
+    names
 }
 
 impl HostModel {
@@ -132,15 +173,14 @@ impl HostModel {
             files.retain(|file| !file.contents().tensors.is_empty());
         }
         expected::expect(&manifest, &mut files)?;
-        let mut by_name = HashMap::new();
-        for (f, file) in files.iter().enumerate() {
-            for (t, tensor) in file.contents().tensors.iter().enumerate() {
-                if let Some((first, _)) = by_name.insert(tensor.name.clone(), (f, t)) {
-                    let (first, name) = (files[first].path().display(), &tensor.name);
-                    let text = format!("{first} has tensor {name:?} too: name the files of one model");
-                    return Err(file.bad(FormatError::new(text).about_tensor(name)));
-                }
-            }
+        let by_name = OnceLock::new();
+        if files.len() > 1 {
+            let mut twice = None;
+            let _ = by_name.set(names(&files, |name, first, second| {
+                let text = format!("{} has tensor {name:?} too: name the files of one model", first.path().display());
+                twice.get_or_insert_with(|| second.bad(FormatError::new(text).about_tensor(name)));
+            }));
+            twice.map_or(Ok(()), Err)?;
         }
         let (budget, above) = (Budget::new(memory_limit.unwrap_or(u64::MAX)), None);
         let (files, reads, closed) = (Arc::new(files), Arc::default(), Arc::default());
@@ -214,7 +254,8 @@ impl HostModel {
 
     fn place(&self, name: &str) -> Result<(usize, usize), Error> {
         self.reader.check_open()?;
-        self.by_name.get(name).copied().ok_or_else(|| Error::NoTensor(name.to_owned()))
+        let by_name = self.by_name.get_or_init(|| names(&self.reader.files, |_, _, _| {}));
+        by_name.get(name).copied().ok_or_else(|| Error::NoTensor(name.to_owned()))
     }
 
     /// Reads all tensors, those of a file into one block. With `align`, a power of two of at most 4096, each starts at
