@@ -149,17 +149,20 @@ impl Staging {
     }
 
     /// The first `len` bytes of a free slot, or all of it if it has fewer, with its number and registration; `None`
-    /// when none is free.
+    /// when none is free. There are no more for reads while the device, which has `sent` bytes, has half of them: it
+    /// is the slower one.
     pub(crate) fn take(
         &mut self,
         len: u64,
+        sent: usize,
         clocks: &mut Clocks,
     ) -> Result<Option<(usize, BufferSlice, Registered)>, Error> {
         let slot = match self.slots.iter().position(|s| s.slice.is_some()) {
             Some(slot) => slot,
+            None if self.buffers > 0 && sent > self.slots.iter().map(|s| s.len).sum::<usize>() / 2 => return Ok(None),
             None if self.buffers < BUFFERS || self.may_have_more() => {
                 self.add(clocks)?;
-                return self.take(len, clocks);
+                return self.take(len, sent, clocks);
             }
             None => return Ok(None),
         };
@@ -243,5 +246,33 @@ pub(crate) fn ask(wanted: u64, what: &'static str) -> Result<(), FillError> {
             Err(FillError::NoRoom { what, wanted, left: room.bytes, limited_by: room.limited_by })
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_device::NoIommu;
+    use dmalane_dma::AnonHeap;
+
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_slower_than_reads_gets_no_more_buffers() {
+        const LEN: usize = 8 << 20;
+        let mut staging = Staging::new(Arc::new(AnonHeap::new()), Arc::new(NoIommu::new()), LEN as u64);
+        let mut clocks = Clocks::default();
+        let mut taken = Vec::new();
+        for (buffers, sent) in [(1, usize::MAX), (1, LEN / 2 + 1), (2, LEN / 2), (2, LEN + 1), (3, LEN)] {
+            while let Some((slot, slice, _)) = staging.take(u64::MAX, sent, &mut clocks).unwrap() {
+                taken.push((slot, slice));
+                if staging.slots.iter().all(|slot| slot.slice.is_none()) {
+                    break;
+                }
+            }
+            assert_eq!(staging.size().0, buffers, "{sent} bytes sent");
+        }
+        let (slot, slice) = taken.pop().unwrap();
+        staging.put_back(slot, slice);
+        assert!(staging.take(u64::MAX, usize::MAX, &mut clocks).unwrap().is_some(), "a slot that is free is taken");
     }
 }

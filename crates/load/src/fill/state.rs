@@ -242,7 +242,10 @@ impl<'a, 'w> State<'a, 'w> {
             self.supply.unsent.fetch_sub(1, Ordering::Relaxed);
         }
         match &self.device {
-            Some(device) => device.take(fragment),
+            Some(device) => {
+                self.supply.sent.fetch_add(fragment.slice.len(), Ordering::Relaxed);
+                device.take(fragment);
+            }
             None => self.supply.put_back(fragment),
         }
     }
@@ -265,6 +268,7 @@ impl<'a, 'w> State<'a, 'w> {
             let len = fragment.slice.len() as u64;
             let mut watch = lock(&self.watch);
             lock(&self.progress).undelivered -= len;
+            self.supply.sent.fetch_sub(fragment.slice.len(), Ordering::Relaxed);
             self.supply.put_back(fragment);
             if moved {
                 self.tell_to(&mut **watch, Event::OnDevice { buffer, offset: offset as u64, len });

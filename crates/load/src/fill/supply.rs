@@ -41,6 +41,8 @@ pub(super) struct Supply<'a> {
     /// Reads whose memory was taken and whose bytes were not sent on yet. Staging memory is not taken while there are
     /// many.
     pub unsent: AtomicUsize,
+    /// Bytes of staging memory that were handed to the device and have not come back.
+    pub sent: AtomicUsize,
 }
 
 /// Memory that was not taken.
@@ -146,6 +148,7 @@ impl<'a> Supply<'a> {
             fresh,
             landing: None,
             unsent: AtomicUsize::new(0),
+            sent: AtomicUsize::new(0),
         }
     }
 
@@ -213,7 +216,7 @@ impl<'a> Supply<'a> {
                         // follows at the place in memory that it has in the file.
                         let head = if lanes > 0 { at.next_multiple_of(ALIGNED) - *at } else { 0 };
                         let len = if head > 0 { head.min(*end - *at) } else { *end - *at };
-                        let taken = staging.take(len as u64, clocks);
+                        let taken = staging.take(len as u64, self.sent.load(Ordering::Relaxed), clocks);
                         let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
                         let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Taken::Later) };
                         let (slot, via) = (Some(slot), Some(via));
