@@ -427,6 +427,15 @@ mod tests {
     }
 
     #[test]
+    fn other_requests_carry_no_descriptors() {
+        let (state, mut connection) = client();
+        let read = || ClientRequest::Read { bar: BAR_REGISTERS, offset: regs::ID };
+        let refused = connection.execute(&state, read(), &mut vec![buffer(1)]);
+        assert_eq!(refused.map_err(|Denied(code, _)| code), Err(Code::BadDescriptor));
+        assert!(connection.execute(&state, read(), &mut Vec::new()).is_ok());
+    }
+
+    #[test]
     fn buffers_of_one_message_count_together() {
         let (state, mut connection) = client();
         assert_eq!(map(&mut connection, &state, &[0, 1], vec![buffer(5), buffer(4)]), Err(Code::Quota));

@@ -695,6 +695,42 @@ fn connecting_to_a_daemon_that_never_accepts_times_out() {
     assert!(matches!(refused, Some(ClientError::Timeout { after, .. }) if after == timeout), "{refused:?}");
 }
 
+/// A refusal of a request that timed out comes late, and is not taken for the answer to a later one.
+#[test]
+fn a_late_refusal_is_of_its_own_request() {
+    let _one = one();
+    use dmalane_daemon::wire::{ANSWER, ClientRequest, HelloAnswer, StatusAnswer, VERSION, failed, message};
+    use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType};
+    use rustix::net::{accept, bind, listen, recv, send, socket};
+    use zerocopy::{FromZeros, IntoBytes};
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let listener = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    listen(&listener, 1).unwrap();
+    let daemon = std::thread::spawn(move || {
+        let client = accept(&listener).unwrap();
+        let mut bytes = [0; 4096];
+        // The number and the opcode of the next request.
+        let mut next = || {
+            let (n, _) = recv(&client, &mut bytes, RecvFlags::empty()).unwrap();
+            let (number, request) = ClientRequest::decode(&bytes[..n]).unwrap();
+            (number, request.opcode() | ANSWER)
+        };
+        let (earlier, opcode) = next();
+        let hello = HelloAnswer { version: VERSION.into(), queues: 1.into(), client: 1.into() };
+        send(&client, &message(opcode, earlier, hello.as_bytes()), SendFlags::empty()).unwrap();
+        let (number, opcode) = next();
+        send(&client, &failed(earlier, Code::Busy, "late"), SendFlags::empty()).unwrap();
+        let status = StatusAnswer { uptime: 7, ..StatusAnswer::new_zeroed() };
+        send(&client, &message(opcode, number, status.as_bytes()), SendFlags::empty()).unwrap();
+    });
+    let options = ClientOptions { timeout: LONG, ..ClientOptions::new(&path) };
+    assert_eq!(dmalane_daemon::status(&options).unwrap().uptime, 7);
+    daemon.join().unwrap();
+}
+
 #[test]
 fn what_a_client_copies_is_counted_by_direction() {
     let daemon = Daemon::start(Config::default());

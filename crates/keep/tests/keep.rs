@@ -340,6 +340,18 @@ fn what_is_shared_is_hashed_first() {
     }
 }
 
+#[test]
+fn an_owner_may_say_whose_its_model_is() {
+    let served = Served::of_bytes(1 << 30);
+    served.keep(&served.sample("own", 1 << 20, 1), KeepOptions::default()).unwrap();
+    let client = served.client();
+    let row = &client.list().unwrap().models[0];
+    assert!(!row.shared);
+    client.attach(&format!("{}:own", row.user)).unwrap();
+    // Of another user there is none.
+    assert!(client.attach(&format!("{}:own", row.user ^ 1)).is_err());
+}
+
 /// A socket to the keeper that speaks no protocol.
 fn raw(served: &Served) -> OwnedFd {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();

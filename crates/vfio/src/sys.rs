@@ -727,6 +727,9 @@ mod tests {
             set_wide(&mut words, at, value);
         }
         assert_eq!(sparse(&words, 16), Some(vec![(0, 0x1000), (1 << 32, 0x2000)]));
+        // No more than the count: what follows may be another capability.
+        words[8] = 1;
+        assert_eq!(sparse(&words, 16), Some(vec![(0, 0x1000)]));
         // As many as there is room for, whatever the count.
         words[8] = u32::MAX;
         words.truncate(16);

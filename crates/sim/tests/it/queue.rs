@@ -543,6 +543,22 @@ fn a_refusal_that_only_the_queue_can_give_ends_the_operation() {
 }
 
 #[test]
+fn a_copy_past_the_end_of_the_address_space_is_refused() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    let mut submit = |offset| {
+        let (buf, via) = bench.buffer(4096);
+        let copy = Operation::copy(Direction::FromHost, (buf.into_slice(), via), at(offset));
+        queue.submit(copy).map_err(|refused| refused.reason)
+    };
+    let refused = submit(u64::MAX - 4094).unwrap_err();
+    assert_eq!(refused, Refusal::PastTheTop);
+    // The last bytes that there are: the card says that it has none there.
+    let _ticket = submit(u64::MAX - 4095).unwrap();
+    assert!(matches!(drain(&mut queue)[0].result, Err(OpError::NoCardMemory(_))));
+}
+
+#[test]
 fn a_list_of_buffers_is_one_range_for_the_device() {
     let bench = Bench::new(Workers::Inline, 16);
     let bufs: Vec<SharedBuf> = [4096, 12 << 10, 3 << 20].map(|n| bench.heap.allocate(n).unwrap().share()).into();
