@@ -1,16 +1,17 @@
 //! Which pages new memory gets: huge ones, unless they were measured to be slow to come by.
 //!
-//! A huge page is made in less time than the 512 ordinary ones that it stands for, but not where a hypervisor takes back
-//! what a guest leaves free: what the guest just used is in small pieces, and what is left in large ones the host has to
-//! find anew, which takes it milliseconds each.
+//! A huge page is made in less time than the 512 ordinary ones that it stands for, but not where a hypervisor takes
+//! back what a guest leaves free: what the guest just used is in small pieces, and what is left in large ones the host
+//! has to find anew, which takes it milliseconds each.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::sys::HUGE;
-
 /// The measurements of this process.
 pub(crate) static FIRST_TOUCH: FirstTouch = FirstTouch::new();
+
+/// Bytes of a huge page.
+const HUGE: usize = 2 << 20;
 
 /// Nanoseconds for 4 KiB from which on huge pages are slow: twice what ordinary ones take. At most a third of that is
 /// usual, most of it the time to zero them.
