@@ -148,19 +148,6 @@ def test_nothing_is_copied_from_memory_that_is_not_registered(gpu, shards, way):
     assert len(gpu.adopted) == len(tensors) + 1, "each tensor has memory of its own"
 
 
-def every_buffer(gpu, folder):
-    """Opens the GPU, and has all staging buffers made: while the GPU does nothing, reads go on as long as there are
-    some."""
-    gpu.driver.control("hold 1")
-    before, until = gpu.counts()["registrations"], time.monotonic() + 60
-    reading = threading.Thread(target=dmalane.load_file, args=(sparse_shards(folder, 256 << 20, 5), "pt", "cuda"))
-    reading.start()
-    while gpu.counts()["registrations"] < before + REGISTERED and time.monotonic() < until:
-        time.sleep(0.01)
-    gpu.driver.control("hold 0")
-    reading.join()
-
-
 @pytest.mark.parametrize("way", [*ways([]), "load_into", "plan="])
 def test_what_is_done_does_not_grow_with_the_bytes_or_the_tensors(gpu, tmp_path, monkeypatch, way):
     """Of 64 MiB in 100 tensors and of 1 GiB in 2000, in 10 000 by scripts/nightly. The driver keeps no contents, so the
@@ -172,7 +159,8 @@ def test_what_is_done_does_not_grow_with_the_bytes_or_the_tensors(gpu, tmp_path,
     monkeypatch.setattr("dmalane._onto._IDLE", 600.0)
     gpu.driver.control("idle 1")
     gpu.driver.control("delay 0")
-    every_buffer(gpu, tmp_path)
+    # Opens the GPU.
+    dmalane.load_file(sparse_shards(tmp_path, 1 << 20, 5), "pt", "cuda")
     many = 10_000 if os.environ.get("DMALANE_LONG") else 2_000
     for size, count in ((64 << 20, 100), (1 << 30, 100 if way in ("get_tensor", "get_slice") else many)):
         paths = sparse_shards(tmp_path, size, count)
@@ -191,9 +179,10 @@ def test_what_is_done_does_not_grow_with_the_bytes_or_the_tensors(gpu, tmp_path,
         done = {name: n - before[name] for name, n in gpu.counts().items()}
         batches = -(-size // BATCH)
         waits = {"drop-in load_file": len(paths), "get_tensor": count, "get_slice": count, "load_into": 1}
+        # Staging buffers, made where reads need them.
+        assert done.pop("registrations") <= REGISTERED
+        assert done.pop("allocations") <= REGISTERED
         assert done == {
-            "registrations": 0,
-            "allocations": 0,
             "synchronisations": 0,
             "bytes from memory that is not registered": 0,
             "bytes that were copied": size // count * count,
