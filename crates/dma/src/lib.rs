@@ -15,7 +15,6 @@ mod account;
 mod buf;
 mod device;
 mod error;
-mod first_touch;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod heap;
