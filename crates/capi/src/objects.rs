@@ -362,4 +362,16 @@ mod tests {
         assert_eq!(call(|| Err(Refused::new(Errno::NoEnt, "it"))), -2);
         assert!(with_last_error(|text| text == "ENOENT: it"));
     }
+
+    #[test]
+    fn what_another_call_uses_keeps_its_number() {
+        let mut objects = Numbered::new();
+        let number = objects.add("buffer");
+        let used = objects.get(number, "buffer").ok();
+        let refused = objects.take(number, "buffer").err().map(|Refused(Number(number), _)| number);
+        assert_eq!((refused, used.as_deref()), (Some(EBUSY), Some(&"buffer")));
+        drop(used);
+        assert_eq!(objects.take(number, "buffer").ok(), Some("buffer"));
+        assert!(objects.take(number, "buffer").is_err());
+    }
 }

@@ -489,6 +489,12 @@ static void ranges(void)
 	CHECK(!dml_buffer_destroy(buffers[0]) && !dml_buffer_destroy(buffers[1]));
 	CHECK(dml_buffer_export_dma_buf(buffers[0], &fd) == -ENOENT && fd == -1);
 
+	/* A buffer ends where the last of its bytes does, whatever the order of its ranges. */
+	struct dml_range backwards[] = {all[2], all[1], all[0]};
+	CHECK(!dml_alloc_and_read_ranges(backwards, 3, &config, 2, buffers, filled) && filled[1].len == 100002);
+	CHECK(!memcmp(filled[1].data, bytes[0] + 4096, 100000));
+	CHECK(!dml_buffer_destroy(buffers[0]) && !dml_buffer_destroy(buffers[1]));
+
 	/* Nothing is left behind. */
 	all[2].to = 99999;
 	CHECK(dml_alloc_and_read_ranges(all, 3, &config, 2, buffers, filled) == -EINVAL && !buffers[0] && !filled[1].data);
@@ -691,6 +697,9 @@ static void target(const char *name)
 	from.at = tensor.va, from.offset = 0;
 	CHECK(!one(target, from) && !memcmp(data, (char *)data + LEN, LEN));
 	CHECK(dml_target_release(target, tensor.va) == -ENOENT);
+	/* It stays until what may read it has been polled. */
+	CHECK(!dml_target_submit(target, &from, sizeof from, 1, &count) && dml_load_destroy(load) == -EBUSY);
+	CHECK(!dml_target_poll(target, done, 4, UINT64_MAX, &count) && count == 1 && !done[0].result);
 	CHECK(!dml_load_destroy(load) && dml_load_destroy(load) == -ENOENT);
 	CHECK(!close(fd) && !unlink(path));
 

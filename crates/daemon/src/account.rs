@@ -169,6 +169,8 @@ mod tests {
         let other = account.charge(0, 1000).unwrap();
         let charge = account.charge(0, 100).unwrap();
         assert!(charge.take(20));
+        // A refusal takes nothing.
+        assert!(!charge.take(u64::MAX) && !charge.take(account.limits.1));
         charge.give(50);
         assert_eq!(account.in_use(None), 1070);
         drop(charge);

@@ -427,6 +427,22 @@ mod tests {
     }
 
     #[test]
+    fn each_queue_is_charged() {
+        let (state, connection) = client();
+        let in_use = || state.accounts.memory.in_use(None);
+        let charged = |queues| {
+            let files = FunctionFiles::new().unwrap();
+            let [_, kick, call] = files.fds().map(|fd| fd.try_clone_to_owned().unwrap());
+            let files = (Page::of(files.page).unwrap(), kick, call);
+            let (before, sizes) = (in_use(), (2 << 20, 4 << 20, queues));
+            let function = Function::new(&state.config.limits, sizes, files, connection.seat, &state.accounts);
+            let _function = function.map_err(|Denied(_, why)| why).unwrap();
+            in_use() - before
+        };
+        assert_eq!(charged(3) - charged(1), 2 * (192 << 10));
+    }
+
+    #[test]
     fn other_requests_carry_no_descriptors() {
         let (state, mut connection) = client();
         let read = || ClientRequest::Read { bar: BAR_REGISTERS, offset: regs::ID };

@@ -291,6 +291,12 @@ fn requests_that_must_be_refused() {
     for bad in bad {
         assert_eq!(raw.ask(&open, bad).code(), Some(Code::BadDescriptor), "{bad:?}");
     }
+    if can_watch_memory() {
+        // The daemon makes no pages of it.
+        let untouched = SharedBuf::sparse("untouched", files.page.len()).unwrap();
+        let said = raw.ask(&open, &[untouched.export().unwrap(), kick, call]);
+        assert_eq!(said.code(), Some(Code::BadDescriptor));
+    }
     // Regular files cannot be waited for.
     assert_eq!(raw.ask(&open, &[registers, registers, call]).code(), Some(Code::BadDescriptor));
     drop((files, page_buf));

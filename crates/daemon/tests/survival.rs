@@ -710,24 +710,29 @@ fn a_late_refusal_is_of_its_own_request() {
     bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     listen(&listener, 1).unwrap();
     let daemon = std::thread::spawn(move || {
-        let client = accept(&listener).unwrap();
-        let mut bytes = [0; 4096];
-        // The number and the opcode of the next request.
-        let mut next = || {
-            let (n, _) = recv(&client, &mut bytes, RecvFlags::empty()).unwrap();
-            let (number, request) = ClientRequest::decode(&bytes[..n]).unwrap();
-            (number, request.opcode() | ANSWER)
-        };
-        let (earlier, opcode) = next();
-        let hello = HelloAnswer { version: VERSION.into(), queues: 1.into(), client: 1.into() };
-        send(&client, &message(opcode, earlier, hello.as_bytes()), SendFlags::empty()).unwrap();
-        let (number, opcode) = next();
-        send(&client, &failed(earlier, Code::Busy, "late"), SendFlags::empty()).unwrap();
-        let status = StatusAnswer { uptime: 7, ..StatusAnswer::new_zeroed() };
-        send(&client, &message(opcode, number, status.as_bytes()), SendFlags::empty()).unwrap();
+        for ahead in [0, 1] {
+            let client = accept(&listener).unwrap();
+            let mut bytes = [0; 4096];
+            // The number and the opcode of the next request.
+            let mut next = || {
+                let (n, _) = recv(&client, &mut bytes, RecvFlags::empty()).unwrap();
+                let (number, request) = ClientRequest::decode(&bytes[..n]).unwrap();
+                (number, request.opcode() | ANSWER)
+            };
+            let (earlier, opcode) = next();
+            let hello = HelloAnswer { version: VERSION.into(), queues: 1.into(), client: 1.into() };
+            send(&client, &message(opcode, earlier, hello.as_bytes()), SendFlags::empty()).unwrap();
+            let (number, opcode) = next();
+            send(&client, &failed(earlier, Code::Busy, "late"), SendFlags::empty()).unwrap();
+            let status = StatusAnswer { uptime: 7, ..StatusAnswer::new_zeroed() };
+            send(&client, &message(opcode, number + ahead, status.as_bytes()), SendFlags::empty()).unwrap();
+        }
     });
     let options = ClientOptions { timeout: LONG, ..ClientOptions::new(&path) };
     assert_eq!(dmalane_daemon::status(&options).unwrap().uptime, 7);
+    // Nor is an answer to a request that was not sent yet.
+    let refused = dmalane_daemon::status(&options);
+    assert!(matches!(refused, Err(ClientError::BadAnswer { .. })), "{refused:?}");
     daemon.join().unwrap();
 }
 
