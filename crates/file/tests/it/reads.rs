@@ -311,20 +311,23 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
                 let part = heap.allocate(2 << 20).unwrap().share().into_slice();
                 let _ticket = channel.submit(to_host(part, i * (2 << 20))).unwrap();
             }
-            channel.poll(&mut Vec::new());
+            let mut done = Vec::new();
+            channel.poll(&mut done);
             if round % 2 == 0 {
+                done.clear();
                 drop(channel);
                 assert_eq!(heap.stats().live, 0, "waited for, and freed");
                 continue;
             }
             // The thread that issued the reads exits; another one collects them.
-            let mut channel = std::thread::spawn(move || {
-                channel.poll(&mut Vec::new());
-                channel
+            let (mut channel, mut done) = std::thread::spawn(move || {
+                channel.poll(&mut done);
+                (channel, done)
             })
             .join()
             .unwrap();
-            let mut done = drain(&mut channel, LONG);
+            done.extend(drain(&mut channel, LONG));
+            assert_eq!(done.len(), 8);
             done.sort_by_key(|c| c.ticket);
             for (i, c) in done.into_iter().enumerate() {
                 assert_eq!(c.result, Ok(()));
