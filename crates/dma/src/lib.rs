@@ -15,6 +15,7 @@ mod account;
 mod buf;
 mod device;
 mod error;
+mod first_touch;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod heap;

@@ -23,6 +23,7 @@ use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Setter, Updater, ioctl, opcode};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags, UserfaultfdFlags};
 
+use crate::first_touch::FIRST_TOUCH;
 use crate::{Error, PageBacking, PageKind, VolatileSlice};
 
 pub(crate) const HUGE: usize = 2 << 20;
@@ -41,6 +42,8 @@ pub(crate) struct Region {
     len: usize,
     /// Bytes of the pages that the kernel gives and takes: more than [`page`] for reserved huge pages.
     page: usize,
+    /// Whether the kernel was asked for transparent huge pages.
+    transparent: bool,
     fd: Option<OwnedFd>,
     /// Set permanently once `fd` was exported: another process may have the memory mapped.
     exported: AtomicBool,
@@ -136,6 +139,7 @@ impl Region {
             ptr,
             len,
             page: page(),
+            transparent: false,
             fd: None,
             exported: AtomicBool::new(false),
             read_only: false,
@@ -211,7 +215,10 @@ impl Region {
         match pages {
             PageKind::Hugetlb1G => region.page = 1 << 30,
             PageKind::Hugetlb2M => region.page = HUGE,
-            PageKind::Transparent => region.advise(0, len, Advice::LinuxHugepage)?,
+            PageKind::Transparent => {
+                region.advise(0, len, Advice::LinuxHugepage)?;
+                region.transparent = true;
+            }
             PageKind::Base => {}
         }
         Ok(region)
@@ -229,11 +236,9 @@ impl Region {
             PageKind::Transparent | PageKind::Base => {}
         }
         // SAFETY: a new memfd that nobody else has, of this length, which is sealed.
-        let region = unsafe { Self::shared(sealed_memfd(name, flags, len as u64)?, len, false)? };
-        if pages == PageKind::Transparent {
-            // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
-            let _ = region.advise(0, len, Advice::LinuxHugepage);
-        }
+        let mut region = unsafe { Self::shared(sealed_memfd(name, flags, len as u64)?, len, false)? };
+        // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
+        region.transparent = pages == PageKind::Transparent && region.advise(0, len, Advice::LinuxHugepage).is_ok();
         Ok(region)
     }
 
@@ -459,6 +464,22 @@ impl Region {
             let _ = self.advise(start, end - start, Advice::LinuxPopulateRead);
             return Ok(());
         }
+        if !self.transparent {
+            return self.make_present(start, end);
+        }
+        FIRST_TOUCH.make(end - start, |small| {
+            if !small {
+                return self.make_present(start, end);
+            }
+            // Where the kernel refuses, pages are huge. It may join them later.
+            let _ = self.advise(start, end - start, Advice::LinuxNoHugepage);
+            let made = self.make_present(start, end);
+            let _ = self.advise(start, end - start, Advice::LinuxHugepage);
+            made
+        })
+    }
+
+    fn make_present(&self, start: usize, end: usize) -> io::Result<()> {
         match self.advise(start, end - start, Advice::LinuxPopulateWrite) {
             // Kernels before 5.14 do not know the advice: touch each page instead.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
