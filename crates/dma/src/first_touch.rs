@@ -23,7 +23,7 @@ const PRESENT: u64 = 50;
 /// Of how many ranges one is made of the pages that are slower so far, to measure them again.
 const AGAIN: u64 = 64;
 
-/// What the kinds of pages cost lately.
+/// The cost of each kind of pages lately.
 pub(crate) struct FirstTouch {
     /// Nanoseconds for 4 KiB in huge pages and in ordinary ones; 0 before they were measured.
     huge: AtomicU64,

@@ -41,7 +41,7 @@ pub(super) struct Supply<'a> {
     /// Reads whose memory was taken and whose bytes were not sent on yet. Staging memory is not taken while there are
     /// many.
     pub unsent: AtomicUsize,
-    /// Bytes of staging memory that were handed to the device and have not come back.
+    /// Bytes that were handed to the device and have not come back: of staging memory, and of sources in place.
     pub sent: AtomicUsize,
 }
 

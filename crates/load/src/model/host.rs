@@ -95,7 +95,7 @@ pub struct LoadOptions {
 #[derive(Clone)]
 pub struct HostModel {
     reader: Arc<Reader>,
-    /// Found when it is needed, where no two files may have a tensor of one name.
+    /// Made at the first look-up, or at once where several files must not have a tensor of one name.
     by_name: Arc<OnceLock<Names>>,
     manifest: Arc<Manifest>,
     left_out: Arc<Vec<(PathBuf, String)>>,
